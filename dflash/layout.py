@@ -1,0 +1,81 @@
+"""Names of everything in the store: the one place where a key is spelled.
+
+Keys are relative to the Drafter's prefix. Data comes first, under content-hashed or attempt-
+specific names; the small object whose presence means "committed" comes last.
+
+    datasets/<hash>/inputs.json           what was hashed, to read by eye and to refuse a mix-up
+    datasets/<hash>/parts/<sha>.parquet   rows
+    datasets/<hash>/parts/<id>.json       create-once: commits one part
+    datasets/<hash>/manifest.json         create-once: commits the dataset
+    datasets/<hash>/progress/<worker>.json
+    drafters/<hash>/inputs.json
+    drafters/<hash>/members/<role>-<index>.json   public keys and addresses of live processes
+    drafters/<hash>/checkpoints/step-<n>-a<k>/{...,COMMIT.json}
+    drafters/<hash>/LATEST.json           compare-and-swap, never to a lower attempt
+    drafters/<hash>/export/{config.json,model.safetensors,COMMIT.json}
+    drafters/<hash>/heartbeat.json, metrics.jsonl
+    evaluations/<hash>/{inputs.json,progress.json,report.json,report.html,*.png}
+    promoted/<name>.json                  compare-and-swap
+"""
+
+OWNER = "owner.json"
+"""Create-once at the root of the prefix: which Drafter (name and uid) writes here."""
+
+
+def dataset(dataset_hash: str, name: str = "") -> str:
+    """Key of something in a dataset's folder."""
+    return f"datasets/{dataset_hash}/{name}"
+
+
+def dataset_manifest(dataset_hash: str) -> str:
+    """Its presence commits the dataset."""
+    return dataset(dataset_hash, "manifest.json")
+
+
+def drafter(drafter_hash: str, name: str = "") -> str:
+    """Key of something in a drafter's folder."""
+    return f"drafters/{drafter_hash}/{name}"
+
+
+def heartbeat(drafter_hash: str) -> str:
+    """The training stage's progress."""
+    return drafter(drafter_hash, "heartbeat.json")
+
+
+def member(drafter_hash: str, role: str, index: int) -> str:
+    """Public key and address of one live process of a run."""
+    return drafter(drafter_hash, f"members/{role}-{index}.json")
+
+
+def checkpoint(drafter_hash: str, step: int, attempt: int, name: str = "") -> str:
+    """Key of something in a checkpoint's folder."""
+    return drafter(drafter_hash, f"checkpoints/step-{step:08d}-a{attempt}/{name}")
+
+
+def latest(drafter_hash: str) -> str:
+    """A hint at the newest checkpoint; only a verified COMMIT.json is trusted."""
+    return drafter(drafter_hash, "LATEST.json")
+
+
+def export(drafter_hash: str, name: str = "") -> str:
+    """Key of something in the export's folder."""
+    return drafter(drafter_hash, f"export/{name}")
+
+
+def evaluation(evaluation_hash: str, name: str = "") -> str:
+    """Key of something in an evaluation's folder."""
+    return f"evaluations/{evaluation_hash}/{name}"
+
+
+def report(evaluation_hash: str) -> str:
+    """Its presence commits the evaluation."""
+    return evaluation(evaluation_hash, "report.json")
+
+
+def promoted(name: str) -> str:
+    """Which drafter serves under a name."""
+    return f"promoted/{name}.json"
+
+
+COMMIT = "COMMIT.json"
+"""Written last in a folder of files: their names, sizes and sha256."""

@@ -1,0 +1,62 @@
+"""`spec.evaluation`: what is measured on held-out prompts, and what must be reached to promote."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from dflash.resource.generation import Engine
+from dflash.resource.section import Section, operational
+from dflash.resource.target import Dtype
+
+
+class EvaluationGate(Section):
+    """What a drafter must reach to be promoted. Limits left out are not tested."""
+
+    min_acceptance_length: float | None = Field(
+        None, ge=1.0, le=64.0, description="Least pooled acceptance length, bonus token included."
+    )
+    min_speedup: float | None = Field(
+        None, ge=0.0, le=64.0, description="Least speed-up over plain decoding at the first concurrency."
+    )
+
+
+class PromptSet(Section):
+    """A named set of evaluation prompts, reported as a slice of its own."""
+
+    name: str = Field(min_length=1, max_length=63, description="Name of the slice.")
+    uri: str = Field(min_length=1, max_length=1024, description="As `spec.prompts.uri`.")
+
+
+class Evaluation(Section):
+    """The evaluation stage: speculative against plain decoding, on the same prompts."""
+
+    engine: Engine = Field("auto", description="The engine that serves target and drafter.")
+    baselines: list[Literal["none", "mtp"]] = Field(
+        ["none"], min_length=1, max_length=2, description="What the drafter is compared with."
+    )
+    concurrency: list[int] = Field(
+        [1], min_length=1, max_length=16, description="Requests in flight; each is measured."
+    )
+    prompts: list[PromptSet] = Field(
+        [], max_length=16, description="Prompt sets. Default: the held-out prompts."
+    )
+    samples: int = Field(128, ge=1, le=1_000_000, description="Most prompts taken from each set.")
+    max_tokens: int = Field(512, ge=2, le=1_000_000, description="Most tokens in one answer.")
+    temperature: float = Field(0.0, ge=0.0, le=2.0, description="0 also checks that outputs are equal.")
+    repeats: int = Field(1, ge=1, le=100, description="Measurements of each contender; speed is their median.")
+    dtype: Dtype = Field(
+        "bfloat16", description="Precision. In float32 greedy outputs must be equal; in bfloat16 near-ties may flip."
+    )
+    gate: EvaluationGate = Field(EvaluationGate(), description="The promotion gate.")
+    server_args: list[str] = operational(
+        [], max_length=64, description="Further flags for the SGLang server, as on its command line."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if any(not 1 <= c <= 65_536 for c in self.concurrency):
+            raise ValueError(f"concurrency {self.concurrency} must be 1 to 65536")
+        names = [p.name for p in self.prompts]
+        if len(set(names)) != len(names):
+            raise ValueError(f"prompts: names {names} must differ")
+        return self
