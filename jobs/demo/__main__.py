@@ -1,0 +1,34 @@
+"""`make demo`: fill in where the demo's model and prompts are, then do what a user does.
+
+The last line printed is the path of report.json. Everything written lies in `.demo/`, apart from
+the unpacked model, which is kept in the user's cache.
+"""
+
+import os
+import string
+import sys
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_ENGINES = ("transformers", "sglang")
+
+
+def main() -> None:
+    """Write `.demo/drafter.yaml` and hand over to `dflash run`."""
+    engine = os.environ.get("ENGINE") or "transformers"
+    if engine not in _ENGINES:
+        sys.exit(f"ENGINE={engine} is not known; use one of {', '.join(_ENGINES)}")
+    from jobs.demo.model import prepare
+
+    folder = Path(".demo")
+    folder.mkdir(exist_ok=True)
+    template = string.Template((_HERE / "drafter.yaml").read_text())
+    declared = template.substitute(MODEL=prepare(), PROMPTS=_HERE / "prompts.jsonl", ENGINE=engine)
+    resource = folder / "drafter.yaml"
+    resource.write_text(declared)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.execv(sys.executable, [sys.executable, "-m", "jobs.cli", "run", str(resource)])
+
+
+if __name__ == "__main__":
+    main()
