@@ -39,7 +39,7 @@ class TemporaryError(DflashError):
     exit_code = ExitCode.TEMPORARY
 
 
-class Preempted(DflashError):
+class Preempted(DflashError):  # noqa: N818 - it is no error of the program
     """The process was asked to stop and has stopped cleanly, with its work committed."""
 
     exit_code = ExitCode.PREEMPTED

@@ -25,7 +25,7 @@ class Metadata(Section):
         min_length=1,
         max_length=40,
         pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$",
-        description="Lower-case letters, digits and dashes; 40 at most, since names of pods are made from it.",
+        description="Lower-case letters, digits and dashes, 40 at most: names of pods are made from it.",
     )
     namespace: str | None = Field(None, max_length=63, description="Namespace, on a cluster.")
 
@@ -41,9 +41,7 @@ class DrafterSpec(Section):
     training: Training = Field(Training(), description="The training stage.")
     evaluation: Evaluation = Field(Evaluation(), description="The evaluation stage.")
     tracking: Tracking = Field(Tracking(), description="Metrics.")
-    rerun: str = Field(
-        "", max_length=256, description="Free text. Changing it runs every stage again."
-    )
+    rerun: str = Field("", max_length=256, description="Free text. Changing it runs every stage again.")
     suspend: bool = operational(
         False, description="true stops the work after a checkpoint and frees its resources."
     )

@@ -43,9 +43,12 @@ class Evaluation(Section):
     samples: int = Field(128, ge=1, le=1_000_000, description="Most prompts taken from each set.")
     max_tokens: int = Field(512, ge=2, le=1_000_000, description="Most tokens in one answer.")
     temperature: float = Field(0.0, ge=0.0, le=2.0, description="0 also checks that outputs are equal.")
-    repeats: int = Field(1, ge=1, le=100, description="Measurements of each contender; speed is their median.")
+    repeats: int = Field(
+        1, ge=1, le=100, description="Measurements of each contender; speed is their median."
+    )
     dtype: Dtype = Field(
-        "bfloat16", description="Precision. In float32 greedy outputs must be equal; in bfloat16 near-ties may flip."
+        "bfloat16",
+        description="Precision. In float32 greedy outputs must be equal; in bfloat16 near-ties may flip.",
     )
     gate: EvaluationGate = Field(EvaluationGate(), description="The promotion gate.")
     server_args: list[str] = operational(

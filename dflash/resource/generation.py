@@ -51,13 +51,19 @@ class Gate(Section):
         "drop", description="What to do with an answer cut by maxTokens. Cut thinking is always dropped."
     )
     max_dropped_share: float = Field(
-        0.10, ge=0.0, le=1.0, description="Stop when more than this share is dropped, for all reasons together."
+        0.10,
+        ge=0.0,
+        le=1.0,
+        description="Stop when more than this share is dropped, for all reasons together.",
     )
     max_empty_share: float = Field(
         0.02, ge=0.0, le=1.0, description="Stop when more than this share has no visible answer."
     )
     max_repetition_share: float = Field(
-        0.05, ge=0.0, le=1.0, description="Stop when more than this share repeats itself or loops over tool calls."
+        0.05,
+        ge=0.0,
+        le=1.0,
+        description="Stop when more than this share repeats itself or loops over tool calls.",
     )
     check_after: int = operational(
         100, ge=1, le=1_000_000, description="Samples seen before a share can stop the stage early."

@@ -76,7 +76,7 @@ class DraftModel(Section):
         if self.layer_types is not None:
             if len(self.layer_types) != self.layers:
                 raise ValueError(
-                    f"layerTypes has {len(self.layer_types)} entries for {self.layers} layers; give one per layer"
+                    f"layerTypes has {len(self.layer_types)} entries for {self.layers} layers; give one each"
                 )
             if "sliding_attention" in self.layer_types and self.sliding_window is None:
                 raise ValueError("layerTypes has sliding layers, but slidingWindow is null; give a window")
@@ -90,6 +90,5 @@ class DraftModel(Section):
         """One type per layer, defaults applied."""
         if self.layer_types is not None:
             return list(self.layer_types)
-        if self.sliding_window is None:
-            return ["full_attention"] * self.layers
-        return ["sliding_attention"] * (self.layers - 1) + ["full_attention"]
+        inner: LayerType = "full_attention" if self.sliding_window is None else "sliding_attention"
+        return [inner] * (self.layers - 1) + ["full_attention"]

@@ -44,7 +44,9 @@ class Wandb(Section):
     enabled: bool = Field(True, description="false writes metrics.jsonl only.")
     project: str = Field("dflash", min_length=1, max_length=128, description="Project.")
     entity: str | None = Field(None, max_length=128, description="Team or user. Default: the key's.")
-    run_name: str | None = Field(None, max_length=128, description="Name. Default: the Drafter's name and hash.")
+    run_name: str | None = Field(
+        None, max_length=128, description="Name. Default: the Drafter's name and hash."
+    )
     mode: Literal["online", "offline"] = Field(
         "online", description="`offline` writes a folder to be sent later with `wandb sync`."
     )

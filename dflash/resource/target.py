@@ -49,6 +49,4 @@ class Prompts(Section):
             "`group` where rows have one (so that no subject is on both sides), else of the content."
         ),
     )
-    limit: int | None = Field(
-        None, ge=1, le=1_000_000_000, description="Use only the first N prompts."
-    )
+    limit: int | None = Field(None, ge=1, le=1_000_000_000, description="Use only the first N prompts.")

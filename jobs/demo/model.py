@@ -12,7 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 _NAME = "smollm2-135m-instruct"
 _RECIPE = "1"  # change it when what is written changes: old caches are then left behind
@@ -36,7 +36,7 @@ def prepare() -> Path:
     # The loaded object is flagged as quantised and refuses casts: a fresh model takes its weights.
     config = loaded.config
     del config.quantization_config
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
     model.config.dtype = torch.bfloat16
