@@ -1,0 +1,1 @@
+"""The frozen target, the drafter, its mask and its checkpoint."""

@@ -1,0 +1,110 @@
+"""Tiny random targets of every supported family, saved as transformers would, with a tokenizer.
+
+Vocabulary: 256 byte tokens, then special tokens (see SPECIALS); rows from `len(tokenizer)` on are
+unused. Weights are random but fixed by a seed, scaled so that hidden states vary between tokens.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+Family = Literal["llama", "qwen3", "qwen3_moe", "qwen3_5"]
+FAMILIES: tuple[Family, ...] = ("llama", "qwen3", "qwen3_moe", "qwen3_5")
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|unused|>")
+VOCABULARY = 320
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """Byte-level, without merges: 256 tokens and the special ones; 262 in all."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIALS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
+    )
+
+
+def save_tiny_target(
+    folder: Path,
+    family: Family = "llama",
+    *,
+    layers: int = 4,
+    hidden: int = 64,
+    tied: bool = True,
+    vocabulary: int = VOCABULARY,
+    seed: int = 0,
+    template: str | None = TEMPLATE,
+) -> Path:
+    """Write a random target of this family, fp32, and its tokenizer; gives the folder back."""
+    torch.manual_seed(seed)
+    common: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": 258,
+        "pad_token_id": 256,
+        "initializer_range": 0.1,
+    }
+    rope = {"rope_type": "default", "rope_theta": 50_000.0}
+    model: Any
+    if family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**common, rope_parameters=rope))
+    elif family == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**common, head_dim=32, rope_parameters=rope))
+    elif family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts, head_dim=32, rope_parameters=rope))
+    else:
+        model = _qwen3_5(common, rope, tied)
+    model.save_pretrained(folder)
+    tiny_tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+def _qwen3_5(common: dict[str, Any], rope: dict[str, Any], tied: bool) -> Any:
+    """Hybrid linear attention, partial rotary, inside a vision wrapper."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = common | {
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "full_attention_interval": 2,
+        "rope_parameters": rope | {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": common["hidden_size"],
+        "num_position_embeddings": 16,
+    }
+    return Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    )
