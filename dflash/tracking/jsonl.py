@@ -52,7 +52,7 @@ class JsonlMetrics:
         self._attempt = attempt
         self._step = step
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.rows = [row for row in self._earlier() if row.get(STEP, 0) <= step] if step else []
+        self.rows = self._earlier(step) if step else []
         path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in self.rows))
         self._file = path.open("ab")
         self._dirty = threading.Event()
@@ -62,11 +62,13 @@ class JsonlMetrics:
         if store is not None:
             self._thread.start()
 
-    def _earlier(self) -> list[Row]:
-        """Rows of earlier attempts, from the store, else from this machine."""
+    def _earlier(self, step: int) -> list[Row]:
+        """Rows of earlier attempts up to `step`: this machine's or the store's, whichever got further."""
+        copies = [self.path.read_bytes()] if self.path.exists() else []
         if self._store is not None and self._store.exists(self._key):
-            return read_rows(self._store.get(self._key))
-        return read_rows(self.path.read_bytes()) if self.path.exists() else []
+            copies.append(self._store.get(self._key))
+        kept = [[row for row in read_rows(copy) if row.get(STEP, 0) <= step] for copy in copies]
+        return max(kept, key=len, default=[])
 
     def append(self, step: int, values: Mapping[str, float | str]) -> Row:
         """Write one row at once, so that a crash loses at most the row being written."""

@@ -22,7 +22,7 @@ FILE = "metrics.jsonl"
 class Tracker:
     """Rows of metrics on the axis `global_step`. Use as a context manager, or `finish()` in a finally.
 
-    No method raises for anything that goes wrong outside this machine, and none waits on W&B.
+    Once open, no method raises for anything that goes wrong outside this process or waits on W&B.
     """
 
     def __init__(self, jsonl: JsonlMetrics, wandb: WandbRun | None) -> None:

@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlparse
 
 from dflash.resource.storage import Wandb
@@ -108,6 +108,9 @@ class WandbRun:
                     log.warning(
                         "W&B cannot be reached (%s); metrics are written for `wandb sync`", _first_line(error)
                     )
+                    import wandb
+
+                    wandb.teardown()  # its service still holds the run's id
             else:
                 log.warning(
                     "no W&B key: set %s (on a cluster: spec.tracking.wandb.secretRef); "
@@ -122,7 +125,7 @@ class WandbRun:
             run.log(_shown(row))
         return run
 
-    def _init(self, mode: str) -> Any:
+    def _init(self, mode: Literal["online", "offline"]) -> Any:
         import wandb
 
         settings = wandb.Settings(
@@ -163,14 +166,21 @@ class WandbRun:
         folder = Path(self._run.dir).parent
         try:
             self._run.finish()
+            import wandb
+
+            wandb.teardown()  # waits for its service, which writes the last records after `finish` returns
         except Exception as error:  # noqa: BLE001 - W&B must never end a run
             log.warning("W&B did not finish cleanly (%s)", _first_line(error))
         if not self._offline:
             return
-        if self._store is not None:
+        log.info("W&B ran offline; send it with: wandb sync %s", folder)
+        if self._store is None:
+            return
+        try:
             for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()):
                 self._store.upload_file(f"{self._key}{folder.name}/{path.relative_to(folder)}", path)
-        log.info("W&B ran offline; send it with: wandb sync %s", folder)
+        except Exception as error:  # noqa: BLE001 - W&B must never end a run
+            log.warning("the W&B folder cannot be copied to %s (%s)", self._key, _first_line(error))
 
 
 def _shown(row: Row) -> dict[str, Any]:
