@@ -175,7 +175,7 @@ def _only_node(text: str, where: str) -> yaml.Node:
         if anchor is not None:
             line = event.start_mark.line + 1 if event.start_mark else "?"
             raise ConfigurationError(
-                f"{where}: line {line}: anchor or alias {anchor!r} is not taken in a Drafter; write the value out"
+                f"{where}: line {line}: anchor or alias {anchor!r} is not taken here; write the value out"
             )
         documents += isinstance(event, yaml.DocumentStartEvent)
     node = yaml.compose(text, Loader=yaml.SafeLoader) if documents == 1 else None
