@@ -1,0 +1,233 @@
+"""The CustomResourceDefinition, generated from the pydantic models of `dflash.resource` and `operators.status`.
+
+    python -m operators.crd > charts/crds/drafters.dflash.dev.yaml
+
+Pydantic's JSON schema is turned into a structural schema: references inlined, `null` alternatives
+into `nullable`, sections defaulted so that a field's default applies at any depth. What pydantic's
+validators check across fields is said again in CEL (`RULES`), so that `kubectl apply` refuses what
+`dflash validate` refuses. A test keeps the file, this and the models the same.
+"""
+
+import hashlib
+import sys
+from typing import Any
+
+import orjson
+import yaml
+
+from dflash.resource import API_VERSION, KIND, DrafterSpec
+from operators.status import DrafterStatus
+
+Schema = dict[str, Any]
+
+GROUP, VERSION = API_VERSION.split("/")
+PLURAL = "drafters"
+NAME = f"{PLURAL}.{GROUP}"
+SCHEMA_HASH = f"{GROUP}/schema-hash"
+"""Annotation of the CRD by which the operator sees that Helm has not upgraded it."""
+
+COLUMNS = [
+    ("Stage", "string", ".status.stage", "The stage at work, or Done"),
+    ("Phase", "string", ".status.phase", "What the stage is doing"),
+    ("Progress", "string", ".status.progress.summary", "How far the stage is"),
+    ("Acceptance", "string", ".status.acceptanceLength", "Acceptance length of the drafter"),
+    ("Attempt", "integer", ".status.attempt", "Training attempt"),
+    ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status', "Whether the drafter is published"),
+    ("Age", "date", ".metadata.creationTimestamp", "Age"),
+]
+
+# What crosses fields, by place in the spec: (rule, message). `dflash.resource` has the same in Python.
+RULES: dict[str, list[tuple[str, str]]] = {
+    "storage.uri": [
+        (
+            "self.startsWith('s3://')",
+            "on a cluster storage.uri must be s3://bucket/prefix, since pods on other nodes must reach it",
+        )
+    ],
+    "drafter": [
+        (
+            "!has(self.slidingWindow) || self.slidingWindow >= self.blockSize",
+            "slidingWindow must be at least blockSize",
+        ),
+        (
+            "!has(self.layerTypes) || size(self.layerTypes) == self.layers",
+            "layerTypes must have one entry per layer",
+        ),
+        (
+            "!has(self.layerTypes) || has(self.slidingWindow) || !('sliding_attention' in self.layerTypes)",
+            "layerTypes has sliding layers, so slidingWindow must be given",
+        ),
+    ],
+    "drafter.taps": [("self.isSorted()", "taps must be ascending and without repeats")],
+    "training": [
+        ("self.minTargets <= self.maxTargets", "minTargets must not be above maxTargets"),
+        ("self.drafters <= self.batchSize", "drafters must not be above batchSize; raise batchSize"),
+    ],
+    "training.targets": [
+        (
+            "type(self) == int ? (self >= 1 && self <= 4096) : self == 'auto'",
+            "targets must be 1 to 4096, or auto",
+        )
+    ],
+}
+_LIST_TYPES: dict[str, Schema] = {
+    "drafter.taps": {"x-kubernetes-list-type": "set"},
+    "evaluation.prompts": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    "stages": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    "conditions": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+}
+_KEPT = (
+    "description",
+    "minimum",
+    "maximum",
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "maxProperties",
+    "pattern",
+)
+
+
+def crd() -> Schema:
+    """The whole definition, as a plain object."""
+    schema = {
+        "type": "object",
+        "description": "A DFlash drafter, declared.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": structural(DrafterSpec.model_json_schema(by_alias=True)),
+            "status": structural(DrafterStatus.model_json_schema(by_alias=True), defaults=False),
+        },
+        "x-kubernetes-validations": [
+            {
+                "rule": "size(self.metadata.name) <= 40 && !self.metadata.name.contains('.')",
+                "message": "metadata.name must be at most 40 lower-case letters, digits and dashes: names of pods "
+                "are made from it",
+            }
+        ],
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": NAME, "annotations": {SCHEMA_HASH: _digest(schema)}},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": ["dfd"],
+                "categories": ["all"],
+            },
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": schema},
+                    "subresources": {"status": {}},
+                    "additionalPrinterColumns": [
+                        {"name": name, "type": kind, "jsonPath": path, "description": text}
+                        for name, kind, path, text in COLUMNS
+                    ],
+                }
+            ],
+        },
+    }
+
+
+def schema_hash() -> str:
+    """Hash of the schema that this operator was built with."""
+    return str(crd()["metadata"]["annotations"][SCHEMA_HASH])
+
+
+def _digest(schema: Schema) -> str:
+    return hashlib.sha256(orjson.dumps(schema, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+
+
+def structural(schema: Schema, defaults: bool = True) -> Schema:
+    """A JSON schema from pydantic as a structural schema, with list types and CEL rules added."""
+    return _convert(schema, schema.get("$defs", {}), "", defaults)
+
+
+def _convert(node: Schema, definitions: Schema, path: str, defaults: bool) -> Schema:
+    node, nullable = _resolve(node, definitions)
+    result: Schema = {key: node[key] for key in _KEPT if key in node}
+    if nullable:
+        result["nullable"] = True
+    for bound in ("Minimum", "Maximum"):  # OpenAPI 3.0 has a flag where JSON schema has a number
+        if f"exclusive{bound}" in node:
+            result[bound.lower()] = node[f"exclusive{bound}"]
+            result[f"exclusive{bound}"] = True
+    if "anyOf" in node:
+        if {"integer", "string"} != {entry["type"] for entry in node["anyOf"]}:
+            raise ValueError(f"{path}: no structural schema for alternatives {node['anyOf']}")
+        result["x-kubernetes-int-or-string"] = True
+    else:
+        result["type"] = node["type"]
+    if "const" in node or "enum" in node:
+        result["enum"] = node.get("enum") or [node["const"]]
+    if node.get("type") == "object":
+        result |= _object(node, definitions, path, defaults)
+    elif node.get("type") == "array":
+        # A tuple: pydantic says one schema per place, a structural schema has one for all.
+        items = node.get("items") or node["prefixItems"][0]
+        result["items"] = _convert(items, definitions, f"{path}[]", defaults)
+        result |= _LIST_TYPES.get(path, {"x-kubernetes-list-type": "atomic"})
+    if path in RULES:
+        result["x-kubernetes-validations"] = [{"rule": rule, "message": text} for rule, text in RULES[path]]
+    return result
+
+
+def _object(node: Schema, definitions: Schema, path: str, defaults: bool) -> Schema:
+    if "properties" not in node:
+        return {
+            "additionalProperties": _convert(node["additionalProperties"], definitions, f"{path}.*", defaults)
+        }
+    required = set(node.get("required", []))
+    properties = {}
+    for name, child in node["properties"].items():
+        place = f"{path}.{name}" if path else name
+        properties[name] = _convert(child, definitions, place, defaults)
+        if not defaults or name in required or child.get("default") is None:
+            continue
+        is_section = properties[name].get("type") == "object" and "properties" in properties[name]
+        # {} lets the fields' own defaults fill the section, wherever it is left out.
+        properties[name]["default"] = {} if is_section else child["default"]
+    return {"properties": properties} | ({"required": sorted(required)} if required else {})
+
+
+def _resolve(node: Schema, definitions: Schema) -> tuple[Schema, bool]:
+    """Follow a reference and drop a `null` alternative; says whether there was one."""
+    if "$ref" in node:
+        return {
+            **definitions[node["$ref"].rpartition("/")[2]],
+            **{k: v for k, v in node.items() if k != "$ref"},
+        }, False
+    if "allOf" in node and len(node["allOf"]) == 1:
+        return _resolve({**{k: v for k, v in node.items() if k != "allOf"}, **node["allOf"][0]}, definitions)
+    if "anyOf" not in node:
+        return node, False
+    outer = {key: value for key, value in node.items() if key != "anyOf"}
+    real = [entry for entry in node["anyOf"] if entry.get("type") != "null"]
+    nullable = len(real) < len(node["anyOf"])
+    if len(real) > 1:
+        return {**outer, "anyOf": real}, nullable
+    inner, _ = _resolve(real[0], definitions)
+    return {**inner, **outer}, nullable
+
+
+def to_yaml() -> str:
+    """The definition as the file in the chart."""
+    head = "# Generated from the resource's models by `python -m operators.crd`: do not edit.\n"
+    return head + yaml.safe_dump(crd(), sort_keys=False, width=110)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(to_yaml())
