@@ -40,16 +40,11 @@ def records(path: Path) -> list[Any]:
 
 def history(path: Path) -> list[dict[str, Any]]:
     """The rows logged."""
-    rows = []
-    for record in records(path):
-        if record.WhichOneof("record_type") == "history":
-            rows.append(
-                {
-                    item.key or ".".join(item.nested_key): json.loads(item.value_json)
-                    for item in record.history.item
-                }
-            )
-    return rows
+    histories = (r.history for r in records(path) if r.WhichOneof("record_type") == "history")
+    return [
+        {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in history.item}
+        for history in histories
+    ]
 
 
 def run(path: Path) -> Any:
