@@ -47,12 +47,15 @@ class _LastLayerReached(Exception):  # noqa: N818  (control flow, never seen out
 
 
 class TargetModel:
-    """A frozen target of any family that transformers loads."""
+    """A frozen target of any family that transformers loads.
+
+    `decoder` is the module with embedding, layers and final norm; its output is the final normed state.
+    """
 
     def __init__(self, decoder: nn.Module, facts: TargetFacts, identity: str) -> None:
         self.facts = facts
         self.fingerprint = identity
-        self._decoder = decoder
+        self.decoder = decoder
         self._layers: nn.ModuleList = decoder.layers  # type: ignore[assignment]
         self.device = next(decoder.parameters()).device
         self.dtype = next(decoder.parameters()).dtype
@@ -93,7 +96,7 @@ class TargetModel:
         captured: dict[int, Tensor] = {}
         with self._hooks(captured, set(taps), last=None if final else max(taps)):
             try:
-                output = self._decoder(input_ids=tokens, use_cache=False)
+                output = self.decoder(input_ids=tokens, use_cache=False)
             except _LastLayerReached:
                 output = None
         return [captured[tap] for tap in taps], output.last_hidden_state if output is not None else None
