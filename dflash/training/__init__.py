@@ -1,0 +1,1 @@
+"""Training: which sample when, the drafters' group, optimiser, checkpoints, and the loop that drives them."""

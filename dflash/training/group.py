@@ -198,7 +198,9 @@ def _process_group(
     # Where rank 0 is met on the loopback, all ranks are here: the host's own name need not resolve.
     local = host in ("127.0.0.1", "localhost", "::1")
     options._devices = [
-        ProcessGroupGloo.create_device(hostname="127.0.0.1") if local else ProcessGroupGloo.create_default_device()
+        ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        if local
+        else ProcessGroupGloo.create_default_device()
     ]
     return ProcessGroupGloo(store, rank, world, options)
 

@@ -5,7 +5,9 @@ import pytest
 from dflash.resource.training import Noise, Training
 from dflash.training.schedule import learning_rate, noise_std
 
-TRAINING = Training(learning_rate=1.0, warmup=0.1, min_learning_rate_ratio=0.2, noise=Noise(start=0.5, end=0.1))
+TRAINING = Training(
+    learning_rate=1.0, warmup=0.1, min_learning_rate_ratio=0.2, noise=Noise(start=0.5, end=0.1)
+)
 
 
 def test_the_rate_warms_up_once_and_falls_to_its_minimum() -> None:
