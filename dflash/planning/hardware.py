@@ -65,7 +65,7 @@ _GPUS = (
         memory_bytes=96e9,
         memory_bandwidth=1.792e12,
         peer_bandwidth=50e9,
-        source="NVIDIA RTX PRO 6000 Blackwell datasheet: 4,000 TOPS fp4 sparse, 96 GB, 1,792 GB/s, PCIe 5 x16",
+        source="NVIDIA RTX PRO 6000 Blackwell datasheet: 4,000 TOPS fp4 sparse, 96 GB, 1,792 GB/s, PCIe 5",
     ),
     Gpu(
         name="a6000",
