@@ -7,6 +7,7 @@ from pydantic import Field
 from dflash.resource.evaluation import Evaluation
 from dflash.resource.generation import Generation
 from dflash.resource.model import DraftModel
+from dflash.resource.pods import Pods
 from dflash.resource.section import Section, operational
 from dflash.resource.storage import Storage, Tracking
 from dflash.resource.target import Prompts, Target
@@ -41,6 +42,7 @@ class DrafterSpec(Section):
     training: Training = Field(Training(), description="The training stage.")
     evaluation: Evaluation = Field(Evaluation(), description="The evaluation stage.")
     tracking: Tracking = Field(Tracking(), description="Metrics.")
+    pods: Pods = operational(Pods(), description="On a cluster: how pods differ from the chart's.")
     rerun: str = Field("", max_length=256, description="Free text. Changing it runs every stage again.")
     suspend: bool = operational(
         False, description="true stops the work after a checkpoint and frees its resources."
