@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition, generated from the pydantic models of `dflash.resource` and `operators.status`.
+"""The CustomResourceDefinition, generated from the models of `dflash.resource` and `operators.status`.
 
     python -m operators.crd > charts/crds/drafters.dflash.dev.yaml
 
@@ -105,8 +105,8 @@ def crd() -> Schema:
         "x-kubernetes-validations": [
             {
                 "rule": "size(self.metadata.name) <= 40 && !self.metadata.name.contains('.')",
-                "message": "metadata.name must be at most 40 lower-case letters, digits and dashes: names of pods "
-                "are made from it",
+                "message": "metadata.name must be at most 40 lower-case letters, digits and dashes: "
+                "names of pods are made from it",
             }
         ],
     }
@@ -186,6 +186,8 @@ def _convert(node: Schema, definitions: Schema, path: str, defaults: bool) -> Sc
 
 
 def _object(node: Schema, definitions: Schema, path: str, defaults: bool) -> Schema:
+    if node.get("additionalProperties") is True:  # free form: a pod template patch
+        return {"x-kubernetes-preserve-unknown-fields": True}
     if "properties" not in node:
         return {
             "additionalProperties": _convert(node["additionalProperties"], definitions, f"{path}.*", defaults)

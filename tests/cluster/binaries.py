@@ -66,7 +66,7 @@ def require_machine() -> None:
         raise CannotRun(f"the throwaway cluster needs root; run as root, or {advice}")
     if not shutil.which("go"):
         raise CannotRun(
-            f"the throwaway cluster is built with Go, and there is none; install Go 1.24 or newer, or {advice}"
+            f"the throwaway cluster is built with Go, and there is none; install Go 1.24 or {advice}"
         )
 
 

@@ -108,7 +108,8 @@ class Cluster:
         self._run(
             "etcd", "--name=test", f"--data-dir={ROOT}/etcd/data", f"--listen-client-urls={url}",
             f"--advertise-client-urls={url}", f"--listen-peer-urls={peer}",
-            f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=test={peer}", "--unsafe-no-fsync", "--log-level=warn",
+            f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=test={peer}",
+            "--unsafe-no-fsync", "--log-level=warn",
         )  # fmt: skip
 
     def start_api_server(self) -> None:
