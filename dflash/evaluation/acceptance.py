@@ -40,7 +40,7 @@ class AcceptanceLength(BaseModel):
     pooled_drafts_only: float = Field(description="Accepted drafts over verifications: no bonus.")
     per_response_mean_drafts_only: float = Field(description="Mean over responses; no bonus.")
     pooled_with_first_token: float = Field(
-        description="(Tokens + 1 a response) over verifications: SGLang's count, which has the prefill's token."
+        description="SGLang's count: (tokens + 1 a response, the prefill's) over verifications."
     )
     responses: int = Field(description="Answers with at least one verification.")
     tokens: int = Field(description="Tokens emitted by verifications.")
