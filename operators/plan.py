@@ -72,8 +72,9 @@ def plan(seen: Observed) -> Plan:
         draft.elastic("generate", seen.spec.generation.replicas)
     elif stage == "training":
         draft.elastic("target", desired_targets(seen))
-        draft.drafters()
-        draft.stop_all_when_stalled(("target", "drafter"))
+        if not draft.record.roles["target"].stalled:
+            draft.drafters()
+        draft.release_when_stalled()
     elif stage == "evaluation":
         draft.elastic("evaluate", 1)
     elif not seen.committed.gate and not seen.committed.promoted:
@@ -219,10 +220,15 @@ class _Draft:
             if mine.stalled:
                 continue  # what followed the fatal one explains nothing
             mine = self._spend(mine, failures.budget_of(child), failures.describe(child, now))
+        early = [c for c in children if c.state == "succeeded" and c.id not in mine.counted]
+        for child in early if role == "target" else []:
+            what = "it ended with success while it was needed"
+            mine = replace(mine, counted=mine.counted | {child.id})
+            mine = self._spend(mine, "restarts", self._own(role, "EndedEarly", what, 0))
         self._keep(role, mine)
         if mine.stalled:
             self.stop([c for c in children if c.live], mine.stalled)
-            self._wait(None, mine.stalled, _told(mine))
+            self._wait(None, mine.stalled, told(mine))
             return
         for child in children:
             if child.live and child.index >= wanted and child.state != "stopping":
@@ -232,18 +238,18 @@ class _Draft:
         live = [c for c in children if c.live]
         if role != "target" and self._deadline(role, live):
             return
-        # A target that ended well has served its run: the export is about to be seen.
+        # A target serves until it is stopped, so one that ended well is simply missing.
         ended = {c.index for c in children if c.state == "succeeded" and c.world == world}
         finished = ended if role != "target" else set()
         if role != "target" and not live and len(finished & set(range(wanted))) == wanted:
             finished = self._unfinished_business(role, children)
             mine = self.record.roles[role]
             if mine.stalled:
-                self._wait(None, mine.stalled, _told(mine))
+                self._wait(None, mine.stalled, told(mine))
                 return
         missing = tuple(i for i in range(wanted) if i not in {c.index for c in live} | finished)
         if missing and now < mine.not_before:
-            self._wait(mine.not_before, "Backoff", f"starting {role} again after: {_told(mine)}")
+            self._wait(mine.not_before, "Backoff", f"starting {role} again after: {told(mine)}")
         elif missing:
             self.actions.append(Start(role, mine.hash, 0, missing, world))
         elif live:
@@ -272,26 +278,21 @@ class _Draft:
         if live:
             self.stop(live, mine.failure.reason if mine.failure else "Restarting")
         if mine.stalled:
-            self._wait(None, mine.stalled, _told(mine))
+            self._wait(None, mine.stalled, told(mine))
         elif live:
             return
         elif now < mine.not_before:
-            self._wait(mine.not_before, "Backoff", f"attempt {mine.attempt} starts after: {_told(mine)}")
+            self._wait(mine.not_before, "Backoff", f"attempt {mine.attempt} starts after: {told(mine)}")
         else:
             self._keep("drafter", replace(mine, launched_at=now))
             self.actions.append(Start("drafter", mine.hash, mine.attempt, tuple(range(world)), world))
 
-    def stop_all_when_stalled(self, roles: tuple[Role, ...]) -> None:
-        """A stalled role holds no other role's machines."""
-        reason = next((r.stalled for role in roles if (r := self.record.roles[role]).stalled), "")
+    def release_when_stalled(self) -> None:
+        """A stalled half of the training stage leaves nothing running in the other half."""
+        reason = self.record.roles["target"].stalled or self.record.roles["drafter"].stalled
         if reason:
             self.actions = [a for a in self.actions if not isinstance(a, Start)]
-            started = self.record.roles["drafter"]
-            if started.launched_at == self.seen.now and not self._group(
-                ("drafter", started.hash, started.attempt)
-            ):
-                self._keep("drafter", replace(started, launched_at=None))
-            self.stop([c for c in self.seen.children if c.role in roles and c.live], reason)
+            self.stop([c for c in self.seen.children if STAGE_OF[c.role] == "training" and c.live], reason)
 
     def _judge(self, mine: RoleRecord, group: list[Child], world: int) -> RoleRecord:
         """The record after a look at the running attempt: unchanged, or the next attempt's."""
@@ -415,7 +416,8 @@ class _Draft:
         self.actions.append(Wait(finite, reason, message))
 
 
-def _told(mine: RoleRecord) -> str:
+def told(mine: RoleRecord) -> str:
+    """One sentence on the failure that a role waits or stalls for."""
     failure = mine.failure
     if failure is None:
         return mine.stalled
