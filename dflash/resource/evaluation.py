@@ -1,6 +1,6 @@
 """`spec.evaluation`: what is measured on held-out prompts, and what must be reached to promote."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -34,7 +34,7 @@ class Evaluation(Section):
     baselines: list[Literal["none", "mtp"]] = Field(
         ["none"], min_length=1, max_length=2, description="What the drafter is compared with."
     )
-    concurrency: list[int] = Field(
+    concurrency: list[Annotated[int, Field(ge=1, le=65_536)]] = Field(
         [1], min_length=1, max_length=16, description="Requests in flight; each is measured."
     )
     prompts: list[PromptSet] = Field(
@@ -51,14 +51,12 @@ class Evaluation(Section):
         description="Precision. In float32 greedy outputs must be equal; in bfloat16 near-ties may flip.",
     )
     gate: EvaluationGate = Field(EvaluationGate(), description="The promotion gate.")
-    server_args: list[str] = operational(
+    server_args: list[Annotated[str, Field(max_length=4096)]] = operational(
         [], max_length=64, description="Further flags for the SGLang server, as on its command line."
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if any(not 1 <= c <= 65_536 for c in self.concurrency):
-            raise ValueError(f"concurrency {self.concurrency} must be 1 to 65536")
         names = [p.name for p in self.prompts]
         if len(set(names)) != len(names):
             raise ValueError(f"prompts: names {names} must differ")

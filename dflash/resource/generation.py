@@ -1,6 +1,6 @@
 """`spec.generation`: how the target answers the prompts, and which answers are worth training on."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -100,9 +100,9 @@ class Generation(Section):
     shard_size: int = operational(
         512, ge=1, le=100_000, description="Prompts per committed part: what a lost worker costs at most."
     )
-    server_args: list[str] = operational(
+    server_args: list[Annotated[str, Field(max_length=4096)]] = operational(
         [], max_length=64, description="Further flags for the SGLang server, as on its command line."
     )
-    urls: list[str] = operational(
+    urls: list[Annotated[str, Field(max_length=1024)]] = operational(
         [], max_length=4096, description="Servers that already run. None are started when given."
     )

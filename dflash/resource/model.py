@@ -1,8 +1,8 @@
 """`spec.drafter`: the shape of the block-diffusion model that is trained."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dflash.resource.section import Section
 
@@ -21,16 +21,19 @@ class DraftModel(Section):
     )
     sliding_window: int | None = Field(
         2048,
-        ge=16,
+        ge=0,
         le=1_000_000,
-        description="Context window of sliding layers, at least blockSize. null makes every layer full.",
+        description=(
+            "Context window of sliding layers, at least blockSize. 0 or null makes every layer full; write "
+            "0 for a cluster, since `kubectl apply` drops null."
+        ),
     )
     layer_types: list[LayerType] | None = Field(
         None,
         max_length=64,
         description="One per layer. Default: all sliding but the last, or all full without a window.",
     )
-    taps: list[int] | None = Field(
+    taps: list[Annotated[int, Field(ge=0, le=100_000)]] | None = Field(
         None,
         min_length=1,
         max_length=32,
@@ -66,6 +69,11 @@ class DraftModel(Section):
         "dflash", description="Output head, by name: plain, or Domino's prefix correction."
     )
 
+    @field_validator("sliding_window")
+    @classmethod
+    def _no_window(cls, value: int | None) -> int | None:
+        return value or None
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.sliding_window is not None and self.sliding_window < self.block_size:
@@ -82,8 +90,6 @@ class DraftModel(Section):
                 raise ValueError("layerTypes has sliding layers, but slidingWindow is null; give a window")
         if self.taps is not None and sorted(set(self.taps)) != self.taps:
             raise ValueError(f"taps {self.taps} must be ascending and without repeats")
-        if self.taps is not None and self.taps[0] < 0:
-            raise ValueError(f"taps {self.taps} must be 0 or more: they are 0-based layers")
         return self
 
     def resolved_layer_types(self) -> list[LayerType]:
