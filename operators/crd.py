@@ -3,7 +3,7 @@
     python -m operators.crd > charts/crds/drafters.dflash.dev.yaml
 
 Pydantic's JSON schema is turned into a structural schema: references inlined, `null` alternatives
-into `nullable`, sections defaulted so that a field's default applies at any depth. What pydantic's
+into `nullable`. What pydantic's
 validators check across fields is said again in CEL (`RULES`), so that `kubectl apply` refuses what
 `dflash validate` refuses. A test keeps the file, this and the models the same.
 """
@@ -46,15 +46,16 @@ RULES: dict[str, list[tuple[str, str]]] = {
     ],
     "drafter": [
         (
-            "!has(self.slidingWindow) || self.slidingWindow >= self.blockSize",
-            "slidingWindow must be at least blockSize",
+            "!has(self.slidingWindow) || self.slidingWindow == 0 || self.slidingWindow >= self.blockSize",
+            "slidingWindow must be at least blockSize, or 0 for none",
         ),
         (
             "!has(self.layerTypes) || size(self.layerTypes) == self.layers",
             "layerTypes must have one entry per layer",
         ),
         (
-            "!has(self.layerTypes) || has(self.slidingWindow) || !('sliding_attention' in self.layerTypes)",
+            "!has(self.layerTypes) || (has(self.slidingWindow) && self.slidingWindow > 0) || "
+            "!('sliding_attention' in self.layerTypes)",
             "layerTypes has sliding layers, so slidingWindow must be given",
         ),
     ],
@@ -199,10 +200,15 @@ def _object(node: Schema, definitions: Schema, path: str, defaults: bool) -> Sch
         properties[name] = _convert(child, definitions, place, defaults)
         if not defaults or name in required or child.get("default") is None:
             continue
-        is_section = properties[name].get("type") == "object" and "properties" in properties[name]
-        # {} lets the fields' own defaults fill the section, wherever it is left out.
-        properties[name]["default"] = {} if is_section else child["default"]
+        # Written out for sections too: their CEL rules are tried on the default as it stands.
+        properties[name]["default"] = _without_nulls(child["default"])
     return {"properties": properties} | ({"required": sorted(required)} if required else {})
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _resolve(node: Schema, definitions: Schema) -> tuple[Schema, bool]:
