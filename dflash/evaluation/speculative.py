@@ -96,7 +96,7 @@ class Decoder:
             )
         sampler = Sampler(temperature, _seed_of(seed, _number(question.sample_id)), self._target.device)
         cache = self._new_cache()
-        drafts = drafter.new_cache() if drafter is not None else None
+        proposer = _Proposer(drafter, self._tables) if drafter is not None else None
         accepted: list[int] = []
         emitted: list[int] = []
         draft_seconds = 0.0
@@ -105,14 +105,14 @@ class Decoder:
             hidden = self._forward(ids, cache)
             tokens, reason = cut(sampler.choose(self._logits(hidden[-1:]), len(ids)), self._stops, room)
             first_token = time.perf_counter()
-            taps = _joined(captured, len(ids)) if drafter is not None else None
+            fresh = len(ids)  # tokens of the last pass that are part of the text
             while not reason:
                 position = len(ids) + len(tokens) - 1
                 room_now = room - len(tokens)
                 draft: list[int] = []
-                if drafter is not None:
+                if proposer is not None:
                     before = time.perf_counter()
-                    draft = drafter.propose(tokens[-1], taps, drafts, self._tables)[: room_now - 1]
+                    draft = proposer.propose(tokens[-1], _joined(captured, fresh), position)[: room_now - 1]
                     draft_seconds += time.perf_counter() - before
                 hidden = self._forward([tokens[-1], *draft], cache)
                 posterior = sampler.choose(self._logits(hidden), position + 1)
@@ -123,8 +123,7 @@ class Decoder:
                 emitted.append(len(kept))
                 if len(draft) > agreed:
                     cache.crop(agreed - len(draft))  # minus the number of positions to drop
-                if drafter is not None:
-                    taps = _joined(captured, agreed + 1)
+                fresh = agreed + 1
         return Answer(
             sample_id=question.sample_id,
             contender=contender,
@@ -179,6 +178,26 @@ class Decoder:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class _Proposer:
+    """A drafter at work on one answer."""
+
+    def __init__(self, drafter: DFlashDrafter, tables: Tables) -> None:
+        self._drafter = drafter
+        self._tables = tables
+        self._cache = drafter.new_cache()
+        shape = drafter.shape
+        masks = torch.full((shape.block_size - 1,), shape.mask_token_id, device=tables.embedding.device)
+        self._mask_rows = tables.embedding[masks]
+
+    def propose(self, last: int, new_taps: Tensor, position: int) -> list[int]:
+        """Drafts for slots 1..B-1 after token `last` at `position`; `new_taps` since the last call."""
+        inputs = torch.cat([self._tables.embedding[last : last + 1], self._mask_rows])
+        states = self._drafter.propose(inputs, new_taps, self._cache, position)
+        # Greedy whatever the temperature: verification alone decides what is emitted.
+        drafts: list[int] = functional.linear(states[1:], self._tables.head).argmax(dim=-1).tolist()
+        return drafts
 
 
 def _joined(captured: list[Tensor], count: int) -> Tensor:
