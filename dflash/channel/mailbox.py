@@ -1,0 +1,48 @@
+"""A queue that a thread can wait on together with its sockets. Any thread may put."""
+
+import contextlib
+import socket
+from collections import deque
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Mailbox(Generic[Item]):
+    """Unbounded; what bounds it is that every item answers something its reader started."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def put(self, item: Item) -> None:
+        """Add an item and wake the reader."""
+        self._items.append(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the reader look, with or without an item."""
+        # A full pipe means that the reader has been woken already; a closed one that it is gone.
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._writer.send(b"\0")
+
+    def fileno(self) -> int:
+        """Readable when there may be items."""
+        return self._reader.fileno()
+
+    def drain(self) -> list[Item]:
+        """All items put so far, oldest first."""
+        with contextlib.suppress(BlockingIOError):
+            while self._reader.recv(4096):
+                pass
+        items = []
+        while self._items:
+            items.append(self._items.popleft())
+        return items
+
+    def close(self) -> None:
+        """Free the descriptors; items put later are dropped."""
+        self._reader.close()
+        self._writer.close()

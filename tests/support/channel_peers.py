@@ -1,0 +1,226 @@
+"""Targets and drafters for the channel's tests: processes with a cheap, deterministic capture.
+
+    python -m tests.support.channel_peers FOLDER INDEX FAULT [OPTIONS as JSON]
+
+A target whose states are a function of the token ids, so that whoever receives them can check each
+number. Members lie in FOLDER as JSON files. FAULT names one thing that this target does wrong.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dflash.channel.interface import Identity, Member, Request
+from dflash.channel.keys import Authority, KeyPair
+from dflash.channel.server import HiddenStateServer
+from dflash.model.states import States
+
+IDENTITY = Identity(fingerprint="tiny-1", taps=(1, 3), hidden_size=8, dtype="bfloat16", final=True)
+
+
+def expected_states(ids: np.ndarray, identity: Identity) -> States:
+    """States that tell every token, position and column apart (as far as bf16 can)."""
+    taps_width = identity.hidden_size * len(identity.taps)
+    tokens = torch.from_numpy(np.asarray(ids, dtype=np.int64))
+    columns = torch.arange(taps_width)
+    taps = ((tokens[:, None] * 31 + columns * 7 + torch.arange(len(ids))[:, None] * 3) % 251 - 125).float()
+    dtype = torch.bfloat16 if identity.dtype == "bfloat16" else torch.float32
+    final = (taps[:, : identity.hidden_size] * 0.5).to(dtype) if identity.final else None
+    return States(taps.to(dtype), final)
+
+
+def make_requests(count: int, seed: int = 0, longest: int = 40) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    return [
+        Request(i, f"sample-{i}", rng.integers(0, 1000, rng.integers(1, longest + 1), dtype=np.int32))
+        for i in range(count)
+    ]
+
+
+class Folder:
+    """Members as files: the same discovery as the store's, without a server."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def publish(self, member: Member) -> None:
+        path = self.folder / f"{member.name}.json"
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(dataclasses.asdict(member)))
+        partial.rename(path)
+
+    def members(self) -> list[Member]:
+        return [Member(**json.loads(path.read_text())) for path in sorted(self.folder.glob("*.json"))]
+
+    def public_keys(self) -> set[str]:
+        return {member.public_key for member in self.members()}
+
+    def admit(self, index: int = 0, attempt: int = 1) -> KeyPair:
+        """Publish a drafter, and return its keys."""
+        keys = KeyPair.generate()
+        self.publish(Member("drafter", index, os.urandom(8).hex(), "", 0, keys.public, attempt, ""))
+        return keys
+
+
+class FaultyServer(HiddenStateServer):
+    """Does one thing wrong on the wire."""
+
+    fault = ""
+    pace = 0.0
+
+    def _transmit(self, tensors, flat):
+        sent = flat
+        if self.fault == "corrupt":
+            sent = flat.clone()
+            sent[len(sent) // 3] ^= 1
+        elif self.fault == "truncate":
+            sent = flat[: len(flat) // 2]
+        elif self.fault == "die mid-send" and self._counts["batches"] >= 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._transmit(tensors, sent)
+
+    def _send(self, router, route, message):
+        if self.fault == "wrong length" and message.kind == "batch":
+            items = [item.model_copy(update={"length": item.length + 1}) for item in message.items]
+            message = message.model_copy(update={"items": items})
+        elif self.fault == "garbage" and message.kind == "batch":
+            router.send_multipart([route, b'{"kind": "batch", "number": '])
+            return
+        elif self.fault == "not asked for" and message.kind == "batch":
+            items = [item.model_copy(update={"index": item.index + 10_000}) for item in message.items]
+            message = message.model_copy(update={"items": items})
+        super()._send(router, route, message)
+
+
+def faulty_capture(identity: Identity, fault: str, pace: float):
+    """The deterministic capture, with one thing wrong."""
+    batches = 0
+
+    def capture(batch):
+        nonlocal batches
+        batches += 1
+        time.sleep(pace * len(batch))
+        if fault == "die mid-compute" and batches >= 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "stop mid-compute" and batches >= 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "out of memory":
+            raise RuntimeError("out of memory: tried to allocate 3 GiB")
+        if fault == "bad ids" and any(7 in ids[:1] for ids in batch):
+            raise IndexError("token id 999999 is outside the vocabulary")
+        states = [expected_states(ids, identity) for ids in batch]
+        for sample in states:
+            if fault == "nan":
+                sample.taps[0, 3] = float("nan")
+            elif fault == "inf":
+                sample.taps[-1, -1] = float("inf")
+            elif fault == "zeros":
+                sample.taps[:, identity.hidden_size :] = 0.0
+            elif fault == "constant":
+                sample.final[:] = 1.5
+        return states
+
+    return capture
+
+
+def main() -> None:
+    folder, index, fault, options = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+    logging.basicConfig(level=logging.INFO, format=f"target-{index} %(levelname)s %(message)s")
+    identity = dataclasses.replace(IDENTITY, **options.pop("identity", {}))
+    members = Folder(folder)
+    keys = KeyPair.generate()
+    server = FaultyServer(
+        faulty_capture(identity, fault, options.pop("pace", 0.0)),
+        identity,
+        run=options.pop("run", "run-1"),
+        keys=keys,
+        authority=Authority(members.public_keys),
+        **options,
+    )
+    server.fault = fault
+    signal.signal(signal.SIGTERM, lambda *_: server.request_stop())
+    server.start()
+    published = KeyPair.generate() if fault == "publishes a wrong key" else keys
+    members.publish(
+        Member(
+            "target",
+            index,
+            os.urandom(8).hex(),
+            "127.0.0.1",
+            server.port,
+            published.public,
+            0,
+            identity.fingerprint,
+        )
+    )
+    server.serve()
+    print(json.dumps(dataclasses.asdict(server.stats())))
+
+
+class Target:
+    """A target process of a test."""
+
+    def __init__(self, folder: Folder, index: int, fault: str = "", **options: object) -> None:
+        self.folder, self.index = folder, index
+        before = {member.instance for member in folder.members()}
+        command = [sys.executable, "-m", "tests.support.channel_peers", str(folder.folder), str(index), fault]
+        self.process = subprocess.Popen(
+            [*command, json.dumps(options)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._before = before
+
+    def wait_listening(self, timeout: float = 60.0) -> "Target":
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for member in self.folder.members():
+                if member.name == f"target-{self.index}" and member.instance not in self._before:
+                    return self
+            assert self.process.poll() is None, "the target ended before it listened"
+            time.sleep(0.02)
+        raise AssertionError("the target did not listen in time")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def send(self, signum: int) -> None:
+        self.process.send_signal(signum)
+
+    def finish(self) -> dict:
+        """Stop it gently; its statistics."""
+        self.process.terminate()
+        output, _ = self.process.communicate(timeout=15)
+        return json.loads(output)
+
+
+def check(reply, identity: Identity = IDENTITY) -> None:
+    expected = expected_states(reply.request.ids, identity)
+    assert torch.equal(reply.states.taps, expected.taps)
+    assert (reply.states.final is None) == (expected.final is None)
+    if expected.final is not None:
+        assert torch.equal(reply.states.final, expected.final)
+
+
+def indexes(replies: Iterator) -> list[int]:
+    """Read a stream to its end, checking every number; the order in which samples came."""
+    seen = []
+    for reply in replies:
+        check(reply)
+        seen.append(reply.request.index)
+    return seen
+
+
+if __name__ == "__main__":
+    main()
