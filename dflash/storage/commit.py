@@ -100,8 +100,7 @@ def read_commit(store: Store, folder_key: str) -> Commit | None:
     except (ValidationError, ValueError) as error:
         raise Corrupt(
             f"{store.location.uri}/{folder}{COMMIT} is not a commit ({str(error).splitlines()[0]}): delete "
-            f"this "
-            "folder, then run again"
+            "this folder, then run again"
         ) from None
     return _commit(folder, document)
 

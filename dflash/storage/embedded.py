@@ -23,13 +23,14 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from dflash.errors import ConfigurationError, TemporaryError
-from dflash.storage.location import StoreLocation
+from dflash.storage.faults import MIN_FREE_BYTES, free_bytes
+from dflash.storage.location import FOLDER_VARIABLE, StoreLocation
 from dflash.storage.store import PATIENCE_SECONDS, Credentials, Store
 
 BUCKET = "dflash"
 START_SECONDS = 60.0
 """How long a start may take; 3 s is usual."""
-_STOP_SECONDS = 3.0
+_STOP_SECONDS = 1.0  # it saves nothing when asked to stop (a kill loses nothing either), and takes 15 s
 _LOCK_SECONDS = 3.0
 _PORTS = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc")
 _LOWEST_PORT, _HIGHEST_PORT = 20000, 32000  # below Linux's range for outgoing connections
@@ -56,6 +57,7 @@ class EmbeddedStore:
             endpoint=f"http://127.0.0.1:{self._ports['s3']}",
             region="us-east-1",
             addressing_style="path",
+            folder=self.folder,
         )
 
     @property
@@ -71,6 +73,7 @@ class EmbeddedStore:
             "AWS_SECRET_ACCESS_KEY": self.credentials.secret_access_key,
             "AWS_SESSION_TOKEN": "",  # one of the user's would be sent along and refused
             "AWS_ENDPOINT_URL_S3": str(self.location.endpoint),
+            FOLDER_VARIABLE: str(self.folder),
             "AWS_REGION": "us-east-1",
             "AWS_DEFAULT_REGION": "us-east-1",
             "NO_PROXY": ",".join(filter(None, [os.environ.get("NO_PROXY", ""), "127.0.0.1"])),
@@ -96,7 +99,7 @@ class EmbeddedStore:
             return
         until = time.monotonic() + deadline
         if self._lock is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make_folder()
             self._lock = _lock(self.folder)
         try:
             self._settings = _settings(self.folder)
@@ -128,6 +131,25 @@ class EmbeddedStore:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigurationError(
+                f"spec.storage.uri: cannot make the folder {self.folder} ({error.strerror}): name one "
+                "that can be written"
+            ) from None
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            raise ConfigurationError(
+                f"spec.storage.uri: {self.folder} cannot be written: name another folder"
+            )
+        free = free_bytes(self.folder)
+        if free < MIN_FREE_BYTES:
+            raise TemporaryError(
+                f"disk full: {free >> 20} MiB are left under {self.folder}, and the embedded S3 server needs "
+                f"at least {MIN_FREE_BYTES >> 20} MiB; free some space and run again"
+            )
+
     @property
     def _ports(self) -> dict[str, int]:
         ports = self._settings["ports"]
@@ -150,15 +172,18 @@ class EmbeddedStore:
             f"-master.port.grpc={ports['master.grpc']}",
             "-master.volumeSizeLimitMB=512",
             "-master.telemetry=false",
+            "-master.electionTimeout=1s",
+            "-master.heartbeatInterval=100ms",
             f"-volume.port={ports['volume']}",
             f"-volume.port.grpc={ports['volume.grpc']}",
             "-volume.max=0",  # as many as the disk holds
-            "-volume.minFreeSpace=256MiB",  # its default, 1 % of the disk, is a lot of a large one
+            f"-volume.minFreeSpace={MIN_FREE_BYTES >> 20}MiB",  # not 1 % of a large disk
             "-volume.preStopSeconds=0",
             f"-filer.port={ports['filer']}",
             f"-filer.port.grpc={ports['filer.grpc']}",
             f"-s3.port={ports['s3']}",
             f"-s3.port.grpc={ports['s3.grpc']}",
+            "-s3.autoCreateBucket=false",  # a misspelt bucket is an error
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
             f"-s3.config={self.folder / _IDENTITIES}",
@@ -200,7 +225,7 @@ class EmbeddedStore:
                 return
         raise TemporaryError(
             f"the embedded S3 server in {self.folder} did not answer within {deadline:.0f} s ({failure}); "
-            f"see "
+            "see "
             f"{self.folder / 'server.log'}, then run again"
         )
 

@@ -3,7 +3,9 @@
 Pure: from an exception of boto3 to a kind and a sentence. The retrying itself is in `.store`.
 """
 
+import shutil
 from enum import Enum
+from pathlib import Path
 
 from botocore import exceptions as boto
 
@@ -40,6 +42,10 @@ _AGAIN = {  # with status 4xx, so not told by the status alone
 _DISK_FULL = ("no space left", "no writable volumes", "no free volumes", "disk full", "xminiostoragefull")
 
 
+MIN_FREE_BYTES = 256 << 20
+"""Below this an embedded server takes nothing large any more."""
+
+
 class NotFound(DflashError):  # noqa: N818
     """No object has this key."""
 
@@ -74,7 +80,10 @@ def kind_of(error: Exception) -> Kind:
             if "certificate" in str(error).lower() or "wrong_version" in str(error).lower()
             else Kind.AGAIN
         )
-    if isinstance(error, boto.HTTPClientError | boto.IncompleteReadError | boto.ResponseStreamingError):
+    if isinstance(
+        error,
+        boto.ConnectionError | boto.HTTPClientError | boto.IncompleteReadError | boto.ResponseStreamingError,
+    ):
         return Kind.AGAIN
     return Kind.FINAL
 
@@ -86,11 +95,21 @@ def is_unknown_outcome(error: Exception) -> bool:
     return True
 
 
-def is_disk_full(error: Exception) -> bool:
-    """Whether the server says that it has no space left."""
-    if isinstance(error, boto.ClientError) and _status(error) == 507:
+def is_disk_full(error: Exception, location: StoreLocation) -> bool:
+    """Whether a failed request failed for want of space.
+
+    SeaweedFS answers a full disk with a bare InternalError, so for an embedded server its disk is asked.
+    """
+    if not isinstance(error, boto.ClientError) or _status(error) < 500:
+        return False
+    if _status(error) == 507 or any(words in str(error).lower() for words in _DISK_FULL):
         return True
-    return any(words in str(error).lower() for words in _DISK_FULL)
+    return location.folder is not None and free_bytes(location.folder) < MIN_FREE_BYTES
+
+
+def free_bytes(folder: Path) -> int:
+    """Space left on the disk that holds `folder`."""
+    return shutil.disk_usage(folder).free
 
 
 def final_error(error: Exception, location: StoreLocation, operation: str, key: str) -> Exception:

@@ -7,6 +7,7 @@ example. Not for talking to a server (`dflash.storage.store`) or for starting on
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -19,6 +20,8 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _FILE = "file://"
 _S3 = "s3://"
+FOLDER_VARIABLE = "DFLASH_STORE_FOLDER"
+"""Set for the processes that use an embedded server: the folder it writes to."""
 
 
 class StoreLocation(BaseModel):
@@ -33,6 +36,9 @@ class StoreLocation(BaseModel):
     """Scheme and authority, possibly a path; None is AWS."""
     region: str | None = None
     addressing_style: Literal["path", "virtual"] = "virtual"
+
+    folder: Path | None = None
+    """Where an embedded server of this machine keeps it, to tell a full disk from a fault; else None."""
 
     @property
     def uri(self) -> str:
@@ -71,6 +77,9 @@ def location_of(storage: Storage, environment: Mapping[str, str] | None = None) 
     endpoint = normalise_endpoint(written, bucket) if written else None
     region = storage.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION")
     location = StoreLocation(bucket=bucket, prefix=prefix, endpoint=endpoint, region=region)
+    folder = env.get(FOLDER_VARIABLE)
+    if folder and endpoint and endpoint == env.get("AWS_ENDPOINT_URL_S3"):
+        location = location.model_copy(update={"folder": Path(folder)})
     style = storage.addressing_style
     if style == "auto":
         # A bucket in the host name needs wildcard DNS, which servers other than AWS rarely have.
@@ -102,8 +111,7 @@ def normalise_endpoint(written: str, bucket: str = "") -> str:
     if parts.username is not None or parts.password is not None:
         raise ConfigurationError(
             f"spec.storage.endpoint of host {host!r} has credentials in it: put them into "
-            f"AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY (on a cluster: the Secret of spec.storage.secretRef)"
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (on a cluster: the Secret of spec.storage.secretRef)"
         )
     if parts.query or parts.fragment:
         raise ConfigurationError(

@@ -168,8 +168,8 @@ class Store:
                 if not key.startswith(full):
                     raise Corrupt(
                         f"listing {self.location.bucket}/{full} at {self.location.server} gave {key!r}, "
-                        f"which is not "
-                        "below it: the server changes keys; use a prefix of plain letters and digits"
+                        "which is not below it: the server changes keys; use a prefix of plain letters "
+                        "and digits"
                     )
                 yield ObjectInfo(key[len(self._root) :], found["Size"], found["ETag"], found["LastModified"])
             if not page.get("IsTruncated"):
@@ -178,8 +178,7 @@ class Store:
             if not following or following == token:
                 raise Corrupt(
                     f"listing {self.location.bucket}/{full} at {self.location.server} says that there is "
-                    f"more but "
-                    "gives no way to get it: this server's listing cannot be used"
+                    "more but gives no way to get it: this server's listing cannot be used"
                 )
             token = following
 
@@ -342,10 +341,8 @@ class Store:
             if (digest, size) != (record.sha256, record.size):
                 raise Corrupt(
                     f"{self._name(record.key)} has {size} bytes with sha256 {digest}, but {record.size} "
-                    f"bytes with "
-                    f"{record.sha256} were committed: the object was changed or torn; delete what it "
-                    f"belongs to, "
-                    "then run again"
+                    f"bytes with {record.sha256} were committed: the object was changed or torn; delete what "
+                    "it belongs to, then run again"
                 )
             partial.replace(path)
         finally:
@@ -361,7 +358,9 @@ class Store:
                 start = file.tell()
                 more: dict[str, Any] = {"Range": f"bytes={start}-"} if start else {}
                 answer = self._client.get_object(Bucket=self.location.bucket, Key=full, **more)
-                if start and "ContentRange" not in answer:  # a server without ranges starts again, so do we
+                if (
+                    start and answer["ResponseMetadata"]["HTTPStatusCode"] != 206
+                ):  # a server without ranges starts again, so do we
                     file.seek(0)
                     file.truncate()
                     digest = hashlib.sha256()
@@ -443,7 +442,7 @@ class Store:
                     ) from None
                 if kind is not Kind.AGAIN:
                     raise final_error(error, self.location, operation, full) from error
-                full_disk = is_disk_full(error)
+                full_disk = is_disk_full(error, self.location)
                 patience = min(self._patience, _DISK_FULL_PATIENCE_SECONDS) if full_disk else self._patience
                 waited = time.monotonic() - started
                 if waited + pause > patience:
@@ -459,11 +458,13 @@ class Store:
     ) -> TemporaryError:
         doing = f"{operation} of s3://{self.location.bucket}/{full} at {self.location.server}"
         if full_disk:
-            return TemporaryError(f"disk full: {doing} failed ({error}); free space there and run again")
+            where = f"under {self.location.folder}" if self.location.folder else "there"
+            return TemporaryError(
+                f"disk full: {doing} failed ({error}); free some space {where} and run again"
+            )
         return TemporaryError(
             f"{doing} still fails after {waited:.0f} s ({error}); see whether the server is up and "
-            f"reachable, "
-            "then run again"
+            "reachable, then run again"
         )
 
 
