@@ -74,7 +74,7 @@ def weight_files(folder: Path) -> list[Path]:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigurationError(
-            f"target.model: {folder} has no *.safetensors; only safetensors weights are loaded, convert the model"
+            f"target.model: {folder} has no *.safetensors, the only kind loaded; convert the model"
         )
     for file in files:
         if not file.exists():

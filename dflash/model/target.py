@@ -30,8 +30,9 @@ _EMBEDDINGS = (
     "language_model.embed_tokens.weight",
 )
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
-_PADDING = 0.15
-"""Samples of unlike length share a forward only while padding stays under this share of it."""
+_GPU_PADDING = 0.15
+"""Most padding in a forward of several samples, as a share of it. On a CPU, which gains nothing by
+batching, only samples of equal length share one."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class TargetModel:
         self.decoder = decoder
         self._layers: nn.ModuleList = decoder.layers  # type: ignore[assignment]
         self.device = next(decoder.parameters()).device
+        self._padding = 0.0 if self.device.type == "cpu" else _GPU_PADDING
         self.dtype = next(decoder.parameters()).dtype
 
     @torch.inference_mode()
@@ -75,7 +77,7 @@ class TargetModel:
                     f"taps: {tap} is out of range; the target has layers 0 to {self.facts.layers - 1}"
                 )
         states: list[States | None] = [None] * len(batch)
-        for members in _groups([len(ids) for ids in batch]):
+        for members in _groups([len(ids) for ids in batch], self._padding):
             longest = max(len(batch[i]) for i in members)
             tokens = np.zeros((len(members), longest), dtype=np.int64)
             for row, i in enumerate(members):
@@ -106,7 +108,7 @@ class TargetModel:
         """Record the tapped layers' outputs while the block runs; the last layer's before the final norm."""
 
         def hook_of(index: int) -> Any:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
+            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
                 captured[index] = output[0] if isinstance(output, tuple) else output
                 if index == last:
                     raise _LastLayerReached
@@ -122,15 +124,15 @@ class TargetModel:
                 handle.remove()
 
 
-def _groups(lengths: Sequence[int]) -> list[list[int]]:
-    """Indexes put together by length, so that little of a forward is padding."""
+def _groups(lengths: Sequence[int], padding: float) -> list[list[int]]:
+    """Indexes put together by length, so that at most a share `padding` of a forward is padding."""
     groups: list[list[int]] = []
     tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if groups:
             longest = lengths[groups[-1][0]]
             padded = longest * (len(groups[-1]) + 1)
-            if padded - (tokens + lengths[i]) <= _PADDING * padded:
+            if padded - (tokens + lengths[i]) <= padding * padded:
                 groups[-1].append(i)
                 tokens += lengths[i]
                 continue
@@ -145,7 +147,7 @@ def load_target(
     """Load a hub id or folder for capture: the decoder alone, frozen, without head or vision tower."""
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     folder = model_folder(model, revision)
     facts = TargetFacts.from_folder(folder)
     identity = fingerprint(folder)
@@ -164,7 +166,7 @@ def load_target(
 
 def _decoder_of(model: nn.Module, facts: TargetFacts, folder: Path) -> nn.Module:
     """The module with the language model's embedding, layers and final norm, however deep it lies."""
-    for _, module in model.named_modules():
+    for module in model.modules():
         layers = getattr(module, "layers", None)
         if (
             isinstance(layers, nn.ModuleList)
@@ -172,10 +174,11 @@ def _decoder_of(model: nn.Module, facts: TargetFacts, folder: Path) -> nn.Module
             and hasattr(module, "embed_tokens")
             and hasattr(module, "norm")
         ):
-            return module
+            decoder: nn.Module = module
+            return decoder
     raise ConfigurationError(
-        f"target.model: {folder} ({facts.architecture}) has no module with {facts.layers} layers, an embedding "
-        "and a final norm; this architecture is not supported"
+        f"target.model: {folder} ({facts.architecture}) has no module with {facts.layers} layers, "
+        "an embedding and a final norm; this architecture is not supported"
     )
 
 
@@ -195,8 +198,9 @@ def load_tables(
         name = next((name for name in candidates if name in places), None)
         if name is None:
             raise ConfigurationError(
-                f"target.model: {folder} has no {what} (looked for {', '.join(candidates)}), and config.json says "
-                f"tie_word_embeddings is {str(facts.tied).lower()}; correct config.json or fetch the missing file"
+                f"target.model: {folder} has no {what} (looked for {', '.join(candidates)}), and config.json "
+                f"says tie_word_embeddings is {str(facts.tied).lower()}; "
+                "correct config.json or fetch the missing file"
             )
         place = places[name]
         if place.shape != (facts.vocab_size, facts.hidden_size):
