@@ -16,10 +16,18 @@ specific names; the small object whose presence means "committed" comes last.
     drafters/<hash>/heartbeat.json, metrics.jsonl
     evaluations/<hash>/{inputs.json,progress.json,report.json,report.html,*.png}
     promoted/<name>.json                  compare-and-swap
+    owners/<name>.json                    create-once
+    records/<name>.json                   compare-and-swap
 """
 
-OWNER = "owner.json"
-"""Create-once at the root of the prefix: which Drafter (name and uid) writes here."""
+def owner(name: str) -> str:
+    """Create-once: which Drafter (uid, and where it is declared) writes under this name."""
+    return f"owners/{name}.json"
+
+
+def record(name: str) -> str:
+    """Compare-and-swap: attempts and budgets, as the executor on one machine wrote them down."""
+    return f"records/{name}.json"
 
 
 def dataset(dataset_hash: str, name: str = "") -> str:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dflash.errors import DflashError, ExitCode
+from dflash.processes import TERMINATION_LOG
 
-TERMINATION_LOG = "DFLASH_TERMINATION_LOG"
 _LIMIT = 4000  # the kubelet keeps 4096 bytes
 
 log = logging.getLogger("dflash")
