@@ -34,9 +34,11 @@ class AcceptanceLength(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     pooled: float = Field(description="All tokens over all verifications; bonus included.")
-    pooled_interval: Interval = Field(description="Its 95 % interval, over responses.")
+    pooled_interval: Interval | None = Field(description="Its 95 % interval; null for a single response.")
     per_response_mean: float = Field(description="Mean over responses of each one's; bonus included.")
-    per_response_interval: Interval = Field(description="Its 95 % interval, over responses.")
+    per_response_interval: Interval | None = Field(
+        description="Its 95 % interval; null for a single response."
+    )
     pooled_drafts_only: float = Field(description="Accepted drafts over verifications: no bonus.")
     per_response_mean_drafts_only: float = Field(description="Mean over responses; no bonus.")
     pooled_with_first_token: float = Field(
@@ -67,12 +69,11 @@ def acceptance_length(rounds: Sequence[Sequence[int]], accepted: Sequence[Sequen
     drafts = np.array([sum(accepted[i]) for i in kept], dtype=np.float64)
     verifications = np.array([len(rounds[i]) for i in kept], dtype=np.float64)
     if not kept:
-        nothing = Interval(low=math.nan, high=math.nan)
         return AcceptanceLength(
             pooled=math.nan,
-            pooled_interval=nothing,
+            pooled_interval=None,
             per_response_mean=math.nan,
-            per_response_interval=nothing,
+            per_response_interval=None,
             pooled_drafts_only=math.nan,
             per_response_mean_drafts_only=math.nan,
             pooled_with_first_token=math.nan,
@@ -95,16 +96,16 @@ def acceptance_length(rounds: Sequence[Sequence[int]], accepted: Sequence[Sequen
     )
 
 
-def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> Interval:
+def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> Interval | None:
     """95 % interval of sum(numerators) / sum(denominators) over independent pairs, float64 [n] each.
 
     The ratio's variance by linearisation (Cochran, Sampling Techniques, 6.3), Student's t with n - 1
-    degrees of freedom. For a single pair the interval is the whole line.
+    degrees of freedom. None for a single pair, which says nothing of the spread.
     """
     count = len(numerators)
-    ratio = float(numerators.sum() / denominators.sum())
     if count < 2:
-        return Interval(low=-math.inf, high=math.inf)
+        return None
+    ratio = float(numerators.sum() / denominators.sum())
     residuals = numerators - ratio * denominators
     variance = count / (count - 1) * float((residuals**2).sum()) / float(denominators.sum()) ** 2
     half = _student(count - 1) * math.sqrt(variance)

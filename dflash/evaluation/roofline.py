@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 Bound = Literal["bandwidth", "compute", "host"]
 
@@ -38,7 +38,26 @@ class Roofline(BaseModel):
         description="Acceptance length times (step / (verification + draft)), each by its bytes alone."
     )
     measured_speedup: float = Field(description="As measured.")
-    sentence: str = Field(description="The same in words.")
+
+    @computed_field(description="The same in words.")  # type: ignore[prop-decorator]
+    @property
+    def sentence(self) -> str:
+        """What bounds decoding, and what acceptance can buy, for a reader."""
+        read = f"reading {_size(self.weight_bytes)} of weights at {_size(self.bandwidth)} a second"
+        if self.bound == "bandwidth":
+            share = min(self.bandwidth_share, 1.0)
+            what = f"{share:.0%} of decoding time is {read}; nothing but fewer steps will help"
+        elif self.bound == "compute":
+            share = min(self.compute_share, 1.0)
+            what = f"{share:.0%} of decoding time is arithmetic; drafts verified in vain cost time"
+        else:
+            what = (
+                f"only {self.bandwidth_share:.0%} of decoding time is {read}; the rest is the host's overhead"
+            )
+        return (
+            f"{what}. This acceptance length can give {self.expected_speedup:.2f}x by bytes alone; "
+            f"{self.measured_speedup:.2f}x was measured."
+        )
 
 
 def assess(
@@ -65,7 +84,6 @@ def assess(
     bound: Bound = "host"
     if max(bandwidth_share, compute_share) >= _BOUND_SHARE:
         bound = "bandwidth" if bandwidth_share >= compute_share else "compute"
-    expected = acceptance_length * weight_bytes / (weight_bytes + draft_bytes)
     return Roofline(
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
@@ -76,38 +94,9 @@ def assess(
         bandwidth_share=bandwidth_share,
         compute_share=compute_share,
         bound=bound,
-        expected_speedup=expected,
+        expected_speedup=acceptance_length * weight_bytes / (weight_bytes + draft_bytes),
         measured_speedup=measured_speedup,
-        sentence=_sentence(
-            bound, bandwidth_share, compute_share, weight_bytes, expected, measured_speedup, bandwidth
-        ),
     )
-
-
-def _sentence(
-    bound: Bound,
-    bandwidth_share: float,
-    compute_share: float,
-    weight_bytes: float,
-    expected: float,
-    measured: float,
-    bandwidth: float,
-) -> str:
-    read = f"reading {_size(weight_bytes)} of weights at {_size(bandwidth)} a second"
-    if bound == "bandwidth":
-        what = (
-            f"{min(bandwidth_share, 1.0):.0%} of decoding time is {read}; nothing but fewer steps will help"
-        )
-    elif bound == "compute":
-        what = (
-            f"{min(compute_share, 1.0):.0%} of decoding time is arithmetic; drafts verified in vain cost time"
-        )
-    else:
-        what = (
-            f"only {bandwidth_share:.0%} of decoding time is {read}; the rest is overhead on the host, "
-            "which larger steps spread out"
-        )
-    return f"{what}. This acceptance length can give {expected:.2f}x by bytes alone; {measured:.2f}x was measured."
 
 
 def _size(count: float) -> str:
