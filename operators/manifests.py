@@ -19,7 +19,7 @@ from dflash.resource import API_VERSION, KIND, Drafter
 from dflash.resource.load import dump_resource
 from operators import names
 from operators.actions import Start
-from operators.children import ATTEMPT, DRAFTER, HASH, MAIN, PREFIX, ROLE, WORLD
+from operators.pods import ATTEMPT, DRAFTER, HASH, MAIN, PREFIX, ROLE, WORLD
 from operators.kube import Object
 from operators.observed import ROLES, Role
 
