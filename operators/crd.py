@@ -16,6 +16,7 @@ import orjson
 import yaml
 
 from dflash.resource import API_VERSION, KIND, DrafterSpec
+from operators.kube import Kube
 from operators.status import DrafterStatus
 
 Schema = dict[str, Any]
@@ -24,7 +25,7 @@ GROUP, VERSION = API_VERSION.split("/")
 PLURAL = "drafters"
 NAME = f"{PLURAL}.{GROUP}"
 SCHEMA_HASH = f"{GROUP}/schema-hash"
-"""Annotation of the CRD by which the operator sees that Helm has not upgraded it."""
+"""Annotation of the CRD by which a person sees which schema is installed."""
 
 COLUMNS = [
     ("Stage", "string", ".status.stage", "The stage at work, or Done"),
@@ -143,13 +144,29 @@ def crd() -> Schema:
     }
 
 
-def schema_hash() -> str:
-    """Hash of the schema that this operator was built with."""
-    return str(crd()["metadata"]["annotations"][SCHEMA_HASH])
-
-
 def _digest(schema: Schema) -> str:
     return hashlib.sha256(orjson.dumps(schema, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+
+
+def missing_fields(kube: Kube) -> list[str]:
+    """Fields of the spec that the cluster's CRD lacks, and would drop from what people apply.
+
+    Read from the API server's published schema, which every ServiceAccount may read.
+    """
+    published = kube.published_schema(API_VERSION, KIND)
+    ours = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return sorted(
+        _paths(ours["properties"]["spec"], "spec") - _paths(published["properties"]["spec"], "spec")
+    )
+
+
+def _paths(node: Schema, path: str) -> set[str]:
+    found = {path}
+    for name, child in node.get("properties", {}).items():
+        found |= _paths(child, f"{path}.{name}")
+    if "items" in node:
+        found |= _paths(node["items"], f"{path}[]")
+    return found
 
 
 def structural(schema: Schema, defaults: bool = True) -> Schema:

@@ -6,11 +6,13 @@ operator makes exist: get, list, create, apply, merge-patch, delete, evict nothi
 Watching is in `operators.informer`, the work in `operators.manager`.
 """
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlencode
 
@@ -100,6 +102,14 @@ class Kube:
             config.load_kube_config(client_configuration=settings)
         return cls(client.ApiClient(settings))
 
+    def cluster_id(self) -> str:
+        """Tells this cluster from others: a hash of its CA, which every pod can see, or of its address."""
+        settings = self._api.configuration
+        authority = (
+            Path(settings.ssl_ca_cert).read_bytes() if settings.ssl_ca_cert else settings.host.encode()
+        )
+        return hashlib.sha256(authority).hexdigest()[:12]
+
     def get(self, resource: Resource, namespace: str, name: str) -> Object:
         """One object; `NotFound` where there is none."""
         return self._json("GET", resource.path(namespace, name))
@@ -179,6 +189,14 @@ class Kube:
             "count": 1,
         }
         self.create(EVENTS, metadata["namespace"], body)
+
+    def published_schema(self, api: str, kind: str) -> Object:
+        """A kind's OpenAPI schema, as the API server publishes it; `NotFound` without such an API."""
+        schemas = self._json("GET", f"/openapi/v3/apis/{api}")["components"]["schemas"]
+        for schema in schemas.values():
+            if any(k["kind"] == kind for k in schema.get("x-kubernetes-group-version-kind", [])):
+                return dict(schema)
+        raise NotFound(404, "NotFound", f"the API {api} has no kind {kind}")
 
     def watch(self, resource: Resource, namespace: str, selector: str, version: str) -> Iterator[Object]:
         """Changes after a version: {type, object}, bookmarks too. Ends when the server ends it.

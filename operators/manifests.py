@@ -19,9 +19,9 @@ from dflash.resource import API_VERSION, KIND, Drafter
 from dflash.resource.load import dump_resource
 from operators import names
 from operators.actions import Start
-from operators.pods import ATTEMPT, DRAFTER, HASH, MAIN, PREFIX, ROLE, WORLD
 from operators.kube import Object
 from operators.observed import ROLES, Role
+from operators.pods import ATTEMPT, DRAFTER, HASH, MAIN, PREFIX, ROLE, WORLD
 
 RESOURCE = f"{PREFIX}/resource"
 """Annotation with the resolved Drafter: the pod's own, so that it is as immutable as the Job."""

@@ -12,7 +12,7 @@ from pydantic import Field
 from dflash.resource.section import Section
 
 StageName = Literal["generation", "training", "evaluation"]
-StageState = Literal["Waiting", "Queued", "Pending", "Starting", "Running", "Done", "Failed", "Suspended"]
+StageState = Literal["Waiting", "Pending", "Running", "Done", "Stalled", "Suspended"]
 Short = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=2048)]
 
@@ -91,4 +91,10 @@ class DrafterStatus(Section):
     verdict: str = Field("", max_length=1024, description="Where the bottleneck of training is.")
     artifact: ArtifactStatus = Field(ArtifactStatus(), description="The drafter that was made.")
     last_failure: FailureStatus | None = Field(None, description="The last thing that went wrong.")
-    conditions: list[Condition] = Field([], max_length=12, description="kstatus conditions.")
+    gpu_accounted_at: str = Field("", max_length=64, description="Until when stages[].gpuSeconds counts.")
+    record: str = Field(
+        "",
+        max_length=32_768,
+        description="The operator's own memory of attempts and budgets. Not an interface.",
+    )
+    conditions: list[Condition] = Field([], max_length=12, description="Conditions, kstatus's among them.")
