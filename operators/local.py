@@ -48,9 +48,9 @@ STORE_PATIENCE = 3.0
 
 
 class Command(Protocol):
-    """How a job is started: `job_command`, or a test's stand-in."""
+    """How a job is started: `job_command`, or a stand-in for it in tests."""
 
-    def __call__(
+    def __call__(  # noqa: D102
         self, action: Start, index: int, port: int, *, resource: Path, hashes: StageHashes
     ) -> list[str]: ...
 

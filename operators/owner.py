@@ -1,7 +1,5 @@
 """Who may write under a name: two Drafters of one name in one place would promote over each other."""
 
-import orjson
-
 from dflash import layout
 from dflash.errors import ConfigurationError
 from dflash.storage.store import Store, to_json
@@ -13,17 +11,20 @@ def claim(store: Store, name: str, uid: str, declared: str, *, take_over: bool =
     `uid` identifies the Drafter for good; `declared` tells a person where it is declared.
     """
     mine = to_json({"name": name, "uid": uid, "declared": declared})
-    key = layout.owner(name)
-    if store.create(key, mine):
-        return
-    held = orjson.loads(store.get(key))
-    if held.get("uid") == uid:
+    if store.create(layout.owner(name), mine):
         return
     if take_over:
-        store.put(key, mine)
-        return
-    raise ConfigurationError(
-        f"spec.storage.uri: {store.location.uri} already belongs to another Drafter named {name!r} "
-        f"({held.get('declared')}); give this one another metadata.name or storage.uri, or if it is the same "
-        "one that has moved, run once with --take-over"
-    )
+        store.put(layout.owner(name), mine)
+    else:
+        check_owner(store, name, uid)
+
+
+def check_owner(store: Store, name: str, uid: str) -> None:
+    """ConfigurationError when another Drafter of this name writes here; nothing is written."""
+    held = store.find_json(layout.owner(name))
+    if held is not None and held.get("uid") != uid:
+        raise ConfigurationError(
+            f"spec.storage.uri: {store.location.uri} already belongs to another Drafter named {name!r} "
+            f"({held.get('declared')}); give this one another metadata.name or storage.uri, or if it is the "
+            "same one that has moved, run once with --take-over"
+        )

@@ -1,0 +1,72 @@
+"""`dflash status`: how far a Drafter is, from the store alone, so also while it runs elsewhere."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+import typer
+
+from dflash import layout
+from dflash.progress import Progress
+from dflash.resource import Drafter
+from dflash.resource.load import load_resource
+from dflash.storage.store import Store
+from jobs.cli.connect import connected
+from jobs.cli.results import rows
+from jobs.cli.view import amount, figures, pace
+from operators.observe import Outputs, committed, outputs_of, progress
+from operators.observed import STAGES, Stage
+
+FRESH_SECONDS = 30.0
+"""A progress object this old is of a stage that no longer runs."""
+
+
+def show_status(file: Path, *, as_json: bool) -> None:
+    """Print the state of each stage."""
+    drafter = load_resource(file)
+    with connected(drafter, shared=True) as connection:
+        drafter = connection.resolved(drafter)
+        state = status_of(drafter, outputs_of(drafter, connection.store), connection.store)
+    if as_json:
+        typer.echo(orjson.dumps(state, option=orjson.OPT_INDENT_2).decode())
+        return
+    typer.echo(f"{state['name']}: {state['phase']}")
+    for stage in state["stages"]:
+        seen = stage["progress"]
+        told = Progress.model_validate(seen) if seen else None
+        detail = ", ".join(filter(None, [amount(told), pace(told), figures(told)])) if told else ""
+        typer.echo(f"  {stage['name']:<11} {stage['state']:<8} {stage['hash']}  {detail}".rstrip())
+    if state["report"]:
+        for name, value in rows(state["report"], promoted=state["promoted"]):
+            typer.echo(f"  {name}: {value}")
+
+
+def status_of(drafter: Drafter, outputs: Outputs, store: Store) -> dict[str, Any]:
+    """The state as plain data: name, phase, promoted, stages (name, hash, state, progress), report."""
+    hashes = outputs.hashes
+    done = committed(store, drafter.metadata.name, hashes)
+    names: dict[Stage, str] = {
+        "generation": hashes.dataset,
+        "training": hashes.drafter,
+        "evaluation": hashes.evaluation,
+    }
+    stages = []
+    for stage in STAGES:
+        seen = progress(store, hashes, stage)
+        fresh = seen is not None and time.time() - seen.updated_at < FRESH_SECONDS
+        state = (
+            "done" if done.has(stage) else "running" if fresh else "begun" if seen is not None else "waiting"
+        )
+        shown = seen.model_dump(mode="json", by_alias=True) if seen is not None else None
+        stages.append({"name": stage, "hash": names[stage], "state": state, "progress": shown})
+    running = next((s["name"] for s in stages if s["state"] == "running"), None)
+    finished = "ready" if done.promoted else "gate failed" if done.gate else "evaluated"
+    return {
+        "name": drafter.metadata.name,
+        "phase": finished if done.evaluation else str(running or "not running"),
+        "promoted": done.promoted,
+        "gate": done.gate,
+        "stages": stages,
+        "report": store.find_json(layout.report(hashes.evaluation)),
+    }
