@@ -46,6 +46,7 @@ from dflash.channel.link import (
 )
 from dflash.channel.mailbox import Mailbox
 from dflash.channel.scheduler import Scheduler
+from dflash.channel.threads import join_all
 from dflash.channel.verify import find_fault
 from dflash.channel.wire import checksum, flat_bytes, unpack
 from dflash.errors import DflashError, Preempted, TemporaryError
@@ -61,6 +62,8 @@ _FAULTS_PER_LINK = 3
 """Transfers with a bad reply until a link ends."""
 _PAUSE_SECONDS = (0.5, 10.0)
 """First and longest pause before a target that failed is tried again."""
+_GOODBYE_SECONDS = 3.0
+"""Time for threads to end; one that is stuck in a transfer is left behind."""
 _ENDINGS: dict[int, str] = {
     zmq.Event.DISCONNECTED: "the connection was lost",
     zmq.Event.CLOSED: "nothing listens there",
@@ -236,6 +239,7 @@ class HiddenStateClient:
         ]
         self._streaming = False
         self._all_submitted = False
+        self._receivers: list[threading.Thread] = []
         for thread in self._threads:
             thread.start()
 
@@ -319,9 +323,8 @@ class HiddenStateClient:
         """Say goodbye to all targets and free everything. May be called twice."""
         self._stopping.set()
         self._events.wake()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=5.0)
+        join_all(self._threads, _GOODBYE_SECONDS)
+        join_all(self._receivers, _GOODBYE_SECONDS)
 
     def __enter__(self) -> "HiddenStateClient":
         return self
@@ -545,12 +548,14 @@ class HiddenStateClient:
             if link.capacity:
                 raise messages.MessageError("a second welcome")
             link.capacity = _BATCHES_AHEAD * message.token_budget
-            threading.Thread(
+            receiver = threading.Thread(
                 target=self._run_receiver,
                 args=(link, message),
                 name=f"channel-receive-{link.member.index}",
                 daemon=True,
-            ).start()
+            )
+            receiver.start()
+            self._receivers = [thread for thread in self._receivers if thread.is_alive()] + [receiver]
         elif isinstance(message, messages.Batch):
             self._announced(link, message)
             link.inbox.put(message)

@@ -29,6 +29,7 @@ from dflash.channel.keys import Authority, KeyPair
 from dflash.channel.link import TARGET_RANK, Backend, TensorLink, host_store, resolve_backend
 from dflash.channel.mailbox import Mailbox
 from dflash.channel.shares import BusyShare
+from dflash.channel.threads import join_all
 from dflash.channel.wire import checksum, describe_mismatch, flat_bytes, pack
 from dflash.errors import DflashError
 from dflash.model.states import States
@@ -42,6 +43,8 @@ _BUFFERS = 2
 _FAILURES_IN_A_ROW = 8
 """Samples refused one after another, none captured between them: then the fault is the target's own."""
 _POLL_MS = 500
+_GOODBYE_SECONDS = 3.0
+"""Time for threads to end; one that is stuck in a transfer is left behind."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,7 @@ class HiddenStateServer:
         self._highest_attempt = 0
         self._arrivals = 0
         self._stopping = False
+        self._senders: list[threading.Thread] = []
         self._outbox: Mailbox[tuple[bytes, messages.FromTarget]] = Mailbox()
         self._context = zmq.Context()
         self._control: threading.Thread | None = None
@@ -179,13 +183,16 @@ class HiddenStateServer:
     def serve(self) -> None:
         """Capture for whoever asks, until `stop`. Raises what ended the control thread, if it failed."""
         failures = 0
-        while (batch := self._next_batch()) is not None:
-            began = time.monotonic()
-            failures = self._serve_batch(batch, failures)
-            ended = time.monotonic()
-            with self._changed:
-                self._seconds["capture"] += ended - began
-                self._busy.add(began, ended)
+        try:
+            while (batch := self._next_batch()) is not None:
+                began = time.monotonic()
+                failures = self._serve_batch(batch, failures)
+                ended = time.monotonic()
+                with self._changed:
+                    self._seconds["capture"] += ended - began
+                    self._busy.add(began, ended)
+        finally:
+            self.stop()
         if self._failure is not None:
             raise self._failure
 
@@ -196,7 +203,7 @@ class HiddenStateServer:
             self._changed.notify_all()
         self._outbox.put((b"", messages.Closed(text="the target stops")))
         if self._control is not None and self._control is not threading.current_thread():
-            self._control.join(timeout=5.0)
+            self._control.join(timeout=2 * _GOODBYE_SECONDS)
 
     def request_stop(self) -> None:
         """Like `stop`, without waiting: for signal handlers."""
@@ -401,6 +408,7 @@ class HiddenStateServer:
             authenticator.stop()
             self._context.term()
             self._outbox.close()
+            join_all(self._senders, _GOODBYE_SECONDS)
 
     def _send(self, router: "zmq.Socket[bytes]", route: bytes, message: messages.FromTarget) -> None:
         if not route:
@@ -461,9 +469,11 @@ class HiddenStateServer:
         link = _Link(hello.link, route, hello.index, hello.attempt, hello.instance, time.monotonic())
         with self._changed:
             self._links[route] = link
-        threading.Thread(
+        sender = threading.Thread(
             target=self._run_sender, args=(link, store), name=f"channel-send-{hello.index}", daemon=True
-        ).start()
+        )
+        sender.start()
+        self._senders = [thread for thread in self._senders if thread.is_alive()] + [sender]
         self._send(
             router,
             route,

@@ -1,18 +1,16 @@
 """Targets and drafters for the channel's tests: processes with a cheap, deterministic capture.
 
-    python -m tests.support.channel_peers FOLDER INDEX FAULT [OPTIONS as JSON]
-
 A target whose states are a function of the token ids, so that whoever receives them can check each
-number. Members lie in FOLDER as JSON files. FAULT names one thing that this target does wrong.
+number. Members lie in a folder as JSON files. A fault names one thing that a target does wrong.
+Processes are forked from a server that has imported torch already, so they start in milliseconds.
 """
 
 import dataclasses
 import json
 import logging
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dflash.channel.client import HiddenStateClient, Timeouts
 from dflash.channel.interface import Identity, Member, Request
 from dflash.channel.keys import Authority, KeyPair
 from dflash.channel.server import HiddenStateServer
@@ -133,9 +132,10 @@ def faulty_capture(identity: Identity, fault: str, pace: float):
     return capture
 
 
-def main() -> None:
-    folder, index, fault, options = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
-    logging.basicConfig(level=logging.INFO, format=f"target-{index} %(levelname)s %(message)s")
+def run_target(folder: Path, index: int, fault: str, options: dict, results) -> None:
+    """The body of a target process; its statistics go to `results` when it ends by SIGTERM."""
+    logging.basicConfig(level=logging.INFO, format=f"target-{index} %(levelname)s %(message)s", force=True)
+    torch.set_num_threads(1)
     identity = dataclasses.replace(IDENTITY, **options.pop("identity", {}))
     members = Folder(folder)
     keys = KeyPair.generate()
@@ -151,20 +151,17 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: server.request_stop())
     server.start()
     published = KeyPair.generate() if fault == "publishes a wrong key" else keys
+    instance = os.urandom(8).hex()
+    fingerprint = identity.fingerprint
     members.publish(
-        Member(
-            "target",
-            index,
-            os.urandom(8).hex(),
-            "127.0.0.1",
-            server.port,
-            published.public,
-            0,
-            identity.fingerprint,
-        )
+        Member("target", index, instance, "127.0.0.1", server.port, published.public, 0, fingerprint)
     )
     server.serve()
-    print(json.dumps(dataclasses.asdict(server.stats())))
+    results.send(dataclasses.asdict(server.stats()))
+
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.support.channel_peers"])
 
 
 class Target:
@@ -172,14 +169,13 @@ class Target:
 
     def __init__(self, folder: Folder, index: int, fault: str = "", **options: object) -> None:
         self.folder, self.index = folder, index
-        before = {member.instance for member in folder.members()}
-        command = [sys.executable, "-m", "tests.support.channel_peers", str(folder.folder), str(index), fault]
-        self.process = subprocess.Popen(
-            [*command, json.dumps(options)],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        self._before = {member.instance for member in folder.members()}
+        self._results, sender = _FORKS.Pipe(duplex=False)
+        self.process = _FORKS.Process(
+            target=run_target, args=(folder.folder, index, fault, options, sender), daemon=True
         )
-        self._before = before
+        self.process.start()
+        sender.close()
 
     def wait_listening(self, timeout: float = 60.0) -> "Target":
         deadline = time.monotonic() + timeout
@@ -187,22 +183,54 @@ class Target:
             for member in self.folder.members():
                 if member.name == f"target-{self.index}" and member.instance not in self._before:
                     return self
-            assert self.process.poll() is None, "the target ended before it listened"
+            assert self.process.is_alive(), "the target ended before it listened"
             time.sleep(0.02)
         raise AssertionError("the target did not listen in time")
 
+    def send(self, signum: int) -> None:
+        os.kill(self.process.pid, signum)
+
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
-
-    def send(self, signum: int) -> None:
-        self.process.send_signal(signum)
+        self.process.join()
 
     def finish(self) -> dict:
         """Stop it gently; its statistics."""
         self.process.terminate()
-        output, _ = self.process.communicate(timeout=15)
-        return json.loads(output)
+        stats = self._results.recv()
+        self.process.join(15)
+        assert self.process.exitcode == 0
+        return stats
+
+
+def run_drafter(folder: Path, index: int, signal_at: tuple[int, int]) -> None:
+    """The body of a drafter process, which sends itself a signal at some sample."""
+    at, signum = signal_at
+    members = Folder(folder)
+    keys = members.admit(index)
+    client = HiddenStateClient(members.members, IDENTITY, run="run-1", attempt=1, index=index, keys=keys)
+    for reply in client.stream(iter(make_requests(10_000))):
+        if reply.request.index == at:
+            os.kill(os.getpid(), signum)
+
+
+def start_drafter(folder: Folder, index: int, signal_at: tuple[int, int]):
+    """A drafter process of a test."""
+    process = _FORKS.Process(target=run_drafter, args=(folder.folder, index, signal_at), daemon=True)
+    process.start()
+    return process
+
+
+QUICK = Timeouts(hello=10, heartbeat=0.1, silence=1.0, request=10, transfer=5, discovery=0.1, no_target=20)
+
+
+def connect(
+    folder: Folder, *, index=0, attempt=1, identity=IDENTITY, keys=None, **options
+) -> HiddenStateClient:
+    """A client in this process, whose key the targets know."""
+    options = {"run": "run-1", "timeouts": QUICK, **options}
+    keys = keys or folder.admit(index, attempt)
+    return HiddenStateClient(folder.members, identity, attempt=attempt, index=index, keys=keys, **options)
 
 
 def check(reply, identity: Identity = IDENTITY) -> None:
@@ -220,7 +248,3 @@ def indexes(replies: Iterator) -> list[int]:
         check(reply)
         seen.append(reply.request.index)
     return seen
-
-
-if __name__ == "__main__":
-    main()
