@@ -218,6 +218,7 @@ class EmbeddedStore:
                 if BUCKET not in [found["Name"] for found in client.list_buckets()["Buckets"]]:
                     client.create_bucket(Bucket=BUCKET)
                 client.put_object(Bucket=BUCKET, Key="ready", Body=b"ready")
+                client.delete_object(Bucket=BUCKET, Key="ready")
             except (ClientError, BotoCoreError) as error:
                 failure = error
                 time.sleep(0.1)

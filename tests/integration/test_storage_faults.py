@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from dflash.errors import ConfigurationError, TemporaryError
+from dflash.resource.storage import Storage
 from dflash.storage import faults
 from dflash.storage import store as store_module
 from dflash.storage.commit import fetch_commit, write_commit
 from dflash.storage.embedded import EmbeddedStore
-from dflash.storage.location import StoreLocation
+from dflash.storage.location import StoreLocation, location_of
 from dflash.storage.probe import probe
 from dflash.storage.store import Corrupt, Credentials, Store
 from tests.support.faulty_s3_proxy import Exchange, FaultyProxy, faulty_proxy, s3_error
@@ -320,7 +321,8 @@ def test_children_of_the_embedded_server_need_only_its_environment(
 ) -> None:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
-    location = s3_server.location.under(f"child-{secrets.token_hex(4)}")
+    location = location_of(Storage(uri=f"s3://{s3_server.location.bucket}/child-{secrets.token_hex(4)}"))
+    assert location.folder == s3_server.folder
     Store.open(location).check()
 
 
