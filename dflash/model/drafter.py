@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dflash.model.heads import HEADS
 from dflash.model.mask import Attention, BlockLayout, attend_blocks, build_attention
 from dflash.model.shape import DraftShape
 
@@ -144,10 +145,13 @@ class DFlashDrafter(nn.Module):
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self._head = HEADS[shape.head](shape)
+        for name, module in self._head.modules().items():
+            self.add_module(name, module)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
-                if parameter.ndim == 2:
+                if parameter.ndim == 2 and not parameter.is_meta:
                     parameter.normal_(0.0, _INIT_STD, generator=generator)
 
     def forward(self, taps: Tensor, inputs: Tensor, layout: BlockLayout) -> Tensor:
@@ -211,6 +215,28 @@ class DFlashDrafter(nn.Module):
             context = (cache.keys[i][low:start], cache.values[i][low:start]) if start else self._nothing(x)
             x = layer(x, rotary, context, attention)
         return self.norm(x)  # type: ignore[no-any-return]
+
+    def correction(self, states: Tensor, previous: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The head's correction of the logits, of whole blocks: see `dflash.model.heads.Head`."""
+        return self._head.correction(states, previous)
+
+    @torch.no_grad()
+    def choose(self, states: Tensor, token: int, embedding: Tensor, head: Tensor) -> Tensor:
+        """The proposals of one block: int64 [B-1], for positions start+1..start+B-1.
+
+        states [B, D] from `propose`; token: the block's first; embedding, head [V, D]: the target's. The
+        argmax of every slot at once, or slot by slot where the head corrects by what was proposed.
+        """
+        logits = states @ head.t()
+        tokens = logits.argmax(-1)
+        tokens[0] = token
+        for slot in range(1, len(states)):
+            corrected = self.correction(states[None], embedding[tokens][None])
+            if corrected is None:
+                break
+            features, table = corrected
+            tokens[slot] = (logits[slot] + table.to(logits.dtype) @ features[0, slot]).argmax()
+        return tokens[1:]
 
     def _context_feature(self, taps: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(taps))  # type: ignore[no-any-return]

@@ -14,11 +14,16 @@ from dflash.model.tokenizer import token_in_use
 from dflash.resource.model import DraftModel
 
 _HYBRID_HEAD_DIM = 128
+_HEAD_STATE, _HEAD_RANK = 1024, 256
+"""Domino's published widths; smaller targets have smaller ones."""
 
 
 @dataclass(frozen=True)
 class DraftShape:
-    """Sizes and identities of a drafter. `sliding_window` is None when every layer is full."""
+    """Sizes and identities of a drafter. `sliding_window` is None when every layer is full.
+
+    `head` names the output head; head_state and head_rank are its widths, 0 where it has none.
+    """
 
     hidden_size: int
     layers: int
@@ -38,6 +43,8 @@ class DraftShape:
     sliding_window: int | None
     tied: bool
     head: str = "dflash"
+    head_state: int = 0
+    head_rank: int = 0
 
     @property
     def tap_width(self) -> int:
@@ -76,6 +83,8 @@ def resolve_shape(model: DraftModel, facts: TargetFacts, tokenizer: Any | None =
         sliding_window=model.sliding_window if "sliding_attention" in layer_types else None,
         tied=facts.tied,
         head=model.head,
+        head_state=min(_HEAD_STATE, facts.hidden_size) if model.head == "domino" else 0,
+        head_rank=min(_HEAD_RANK, facts.hidden_size) if model.head == "domino" else 0,
     )
 
 

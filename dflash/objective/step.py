@@ -18,6 +18,7 @@ from dflash.model.target import Tables
 from dflash.objective.batch import PackedBatch
 from dflash.objective.head_loss import (
     Chunk,
+    Correction,
     RowLosses,
     Teacher,
     Weigh,
@@ -89,6 +90,7 @@ def block_step(
     inputs = functional.embedding(batch.tokens.flatten(), tables.embedding)
     states = drafter(taps, inputs, batch.layout)
     hidden = states.index_select(0, batch.rows)
+    correction = _correction(drafter, tables, batch, states)
     chunks = plan_chunks(
         batch.rows_host, batch.teacher_rows_host, drafter.shape.block_size, default_chunk_rows(tables.head)
     )
@@ -103,9 +105,30 @@ def block_step(
         else Teacher(batch.teacher.to(hidden.dtype), batch.teacher_rows),
         kl_weight=objective.kl_weight,
         temperature=objective.kl_temperature,
+        correction=None if correction is None else Correction(*(part.detach() for part in correction)),
     )
-    torch.autograd.backward([hidden], [losses.gradient])
+    outputs, gradients = [hidden], [losses.gradient]
+    if correction is not None and losses.features_gradient is not None and losses.table_gradient is not None:
+        outputs += correction
+        gradients += [losses.features_gradient, losses.table_gradient.to(correction[1].dtype)]
+    torch.autograd.backward(outputs, gradients)
     return _sums(losses, batch, objective, drafter.shape.block_size)
+
+
+def _correction(
+    drafter: DFlashDrafter, tables: Tables, batch: PackedBatch, states: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """The head's features [R, r] of the supervised slots and its table [V, r], or None.
+
+    Blocks are teacher-forced: a slot's predecessors are the true tokens.
+    """
+    true = batch.tokens.flatten().index_copy(0, batch.rows, batch.labels)
+    previous = functional.embedding(true, tables.embedding).view(*batch.tokens.shape, -1)
+    corrected = drafter.correction(states.view_as(previous), previous)
+    if corrected is None:
+        return None
+    features, table = corrected
+    return features.flatten(0, 1).index_select(0, batch.rows), table.to(features.dtype)
 
 
 def with_noise(
