@@ -1,0 +1,76 @@
+"""Which side limits a run, in one sentence: from the shares of time in which each side had to wait.
+
+Pure arithmetic on measured shares. Capacity is taken to grow in proportion to the number of processes,
+which holds as long as the network does not limit; the sentence says "about" for that reason.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+_BUSY = 0.10
+"""A side that waits less than this is busy enough to be what limits."""
+_WORTH = 1.05
+"""A gain below this is not worth a change."""
+
+Bottleneck = Literal["targets", "drafters", "balanced", "channel", "unknown"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What limits, and which split of the processes would be better (the present one if none is)."""
+
+    bottleneck: Bottleneck
+    sentence: str
+    targets: int
+    drafters: int
+    gain: float = 1.0
+
+
+def judge(targets: int, drafters: int, target_idle: float | None, drafter_wait: float | None) -> Verdict:
+    """From numbers of processes and the mean share of time each side waits (0 to 1; None: unknown yet)."""
+    if target_idle is None or drafter_wait is None or targets < 1 or drafters < 1:
+        return Verdict("unknown", "not measured yet which side limits", targets, drafters)
+    if target_idle < _BUSY and drafter_wait < _BUSY:
+        sentence = f"targets and drafters are balanced: targets idle {target_idle:.0%}, drafters wait {drafter_wait:.0%}"
+        return Verdict("balanced", _spaced(sentence), targets, drafters)
+    if min(target_idle, drafter_wait) >= 2 * _BUSY:
+        sentence = (
+            f"neither side is the bottleneck: targets idle {target_idle:.0%} and drafters wait "
+            f"{drafter_wait:.0%}; the network or the window limits: raise training.queueDepth, or look at bytes/s"
+        )
+        return Verdict("channel", _spaced(sentence), targets, drafters)
+    if target_idle >= drafter_wait:
+        bottleneck: Bottleneck = "drafters"
+        sentence = f"drafters are the bottleneck: targets idle {target_idle:.0%}"
+    else:
+        bottleneck = "targets"
+        sentence = f"targets are the bottleneck: drafters wait {drafter_wait:.0%}"
+    best = _best_split(targets, drafters, target_idle, drafter_wait)
+    if best[2] >= _WORTH:
+        sentence += f"; a {best[0]}:{best[1]} split would give about {best[2]:.1f}×"
+        return Verdict(bottleneck, _spaced(sentence), *best)
+    more = (targets + 1, drafters) if bottleneck == "targets" else (targets, drafters + 1)
+    gain = _gain(*more, targets, drafters, target_idle, drafter_wait)
+    if gain >= _WORTH:
+        sentence += f"; one more {bottleneck[:-1]} ({more[0]}:{more[1]}) would give about {gain:.1f}×"
+    return Verdict(bottleneck, _spaced(sentence), targets, drafters)
+
+
+def _best_split(targets: int, drafters: int, idle: float, wait: float) -> tuple[int, int, float]:
+    """The split of as many processes that would be fastest; of equals, the one nearest to the present."""
+    total = targets + drafters
+    splits = [(t, total - t, _gain(t, total - t, targets, drafters, idle, wait)) for t in range(1, total)]
+    return max(splits, key=lambda split: (split[2], -abs(split[0] - targets)))
+
+
+def _gain(
+    new_targets: int, new_drafters: int, targets: int, drafters: int, idle: float, wait: float
+) -> float:
+    """Rate against the present: the lesser of what each side could do if it never waited."""
+    by_targets = new_targets / targets / max(1e-3, 1.0 - idle)
+    by_drafters = new_drafters / drafters / max(1e-3, 1.0 - wait)
+    return min(by_targets, by_drafters)
+
+
+def _spaced(sentence: str) -> str:
+    return sentence.replace("%", " %")
