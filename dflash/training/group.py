@@ -62,7 +62,12 @@ class Group:
                 host, int(port), world, is_master=rank == 0, timeout=timedelta(seconds=join_seconds)
             )
             self._process_group = _process_group(
-                backend, dist.PrefixStore("group", self._store), rank, world, host, collective_seconds
+                backend,
+                dist.PrefixStore("group", self._store),
+                rank,
+                world,
+                host=host,
+                seconds=collective_seconds,
             )
             self._process_group.allreduce([self._probe(backend)]).wait()
         except (RuntimeError, ValueError) as error:  # torch's DistErrors are RuntimeErrors
@@ -76,6 +81,9 @@ class Group:
         self._beats.set(_beat_key(rank), "0")
         self._lost_seconds = lost_seconds
         self._on_lost = on_lost
+        self._others = [other for other in range(world) if other != rank]
+        self._heard: dict[int, bytes] = dict.fromkeys(self._others, b"")
+        threading.Thread(target=self._exchange, name="group-beat", daemon=True).start()
         threading.Thread(target=self._watch, name="group-watch", daemon=True).start()
 
     @staticmethod
@@ -146,30 +154,32 @@ class Group:
                 "the group starts again from its last checkpoint as the next attempt"
             ) from error
 
-    def _watch(self) -> None:
-        others = [rank for rank in range(self.world) if rank != self.rank]
-        seen: dict[int, tuple[bytes, float]] = {rank: (b"", time.monotonic()) for rank in others}
+    def _exchange(self) -> None:
+        """Count our heartbeat and read the others', once a second. A store that hangs holds only this thread."""
+        others = [_beat_key(rank) for rank in self._others]
         beat = 0
-        last = time.monotonic()
         while not self._stop.wait(_BEAT_SECONDS):
             beat += 1
             try:
                 self._beats.set(_beat_key(self.rank), str(beat))
-                if not self._beats.check([_beat_key(rank) for rank in others]):
-                    continue  # some have not started their watch; joining has a deadline of its own
-                values = self._beats.multi_get([_beat_key(rank) for rank in others])
+                # Those that have not started their watch are left out: joining has a deadline of its own.
+                if self._beats.check(others):
+                    self._heard = dict(zip(self._others, self._beats.multi_get(others), strict=True))
             except RuntimeError as error:
-                # Rank 0 is gone, and the store with it. Its sockets close as well, so the main thread is
-                # about to learn it from its collective, and to say so better: it goes first.
-                if not self._stop.wait(self._lost_seconds):
-                    self._on_lost(f"rank {self.rank} lost rank 0's store ({_first_line(error)})")
+                # Rank 0 is gone, and the store with it: `_watch` sees that nothing moves any more.
+                log.info("the drafters' store does not answer: %s", _first_line(error))
                 return
+
+    def _watch(self) -> None:
+        seen = dict.fromkeys(self._others, (b"", time.monotonic()))
+        last = time.monotonic()
+        while not self._stop.wait(_BEAT_SECONDS):
             now = time.monotonic()
             if now - last > self._lost_seconds / 2:
                 # This process itself stood still: what it knows of the others is old.
                 seen = {rank: (value, now) for rank, (value, _) in seen.items()}
             last = now
-            for rank, value in zip(others, values, strict=True):
+            for rank, value in self._heard.items():
                 if value == _LEFT or value != seen[rank][0]:
                     seen[rank] = (value, now)
                 elif now - seen[rank][1] > self._lost_seconds:
@@ -181,7 +191,7 @@ class Group:
 
 
 def _process_group(
-    backend: str, store: dist.Store, rank: int, world: int, host: str, seconds: float
+    backend: str, store: dist.Store, rank: int, world: int, *, host: str, seconds: float
 ) -> dist.ProcessGroup:
     """A process group that is not torch's global default: the channel has groups of its own."""
     timeout = timedelta(seconds=seconds)
@@ -197,11 +207,8 @@ def _process_group(
     options._timeout = timeout
     # Where rank 0 is met on the loopback, all ranks are here: the host's own name need not resolve.
     local = host in ("127.0.0.1", "localhost", "::1")
-    options._devices = [
-        ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        if local
-        else ProcessGroupGloo.create_default_device()
-    ]
+    devices = ProcessGroupGloo.create_device, ProcessGroupGloo.create_default_device
+    options._devices = [devices[0](hostname="127.0.0.1") if local else devices[1]()]
     return ProcessGroupGloo(store, rank, world, options)
 
 

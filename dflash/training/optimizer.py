@@ -81,14 +81,19 @@ class FlatOptimizer:
         self.reduced.zero_()
 
     @torch.no_grad()
-    def step(self, learning_rate: float, weight_sum: Tensor) -> tuple[Tensor, Tensor]:
+    def step(
+        self, learning_rate: float, weight_sum: Tensor, refused: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Scale the reduced gradient by 1/Σw, clip it, update, and refresh the module's parameters.
 
         Returns (norm of the normalised gradient, 1.0 if the step was skipped), both on the device.
-        A step of no weight (no valid anchor anywhere) is skipped too, as is one that is not finite.
+        A step of no weight (no valid anchor anywhere) is skipped too, as is one that is not finite,
+        or that is refused by a number that is not zero.
         """
         norm = torch.linalg.vector_norm(self.gradient) / weight_sum
         usable = torch.isfinite(norm) & torch.isfinite(weight_sum) & (weight_sum > 0)
+        if refused is not None:
+            usable &= refused == 0
         skipped = (~usable).to(torch.float32)
         factor = torch.clamp(self._clip / (norm + 1e-6), max=1.0) / weight_sum
         for group in self._adam.param_groups:

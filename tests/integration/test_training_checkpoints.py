@@ -178,6 +178,6 @@ def test_a_failing_upload_is_told_to_the_training_loop(store: Store, tmp_path: P
     blocked = Store.open(nowhere, Credentials("key", "secret"), patience=0.5)
     saver._store = blocked
     saver.save(1, {}, {"a": torch.ones(1)}, {"step": torch.ones(())})
-    with pytest.raises(TemporaryError):
+    with pytest.raises(DflashError):
         saver.finish()
     saver.check()  # told once

@@ -1,0 +1,215 @@
+"""What rank 0 does between steps: metrics, the heartbeat's figures, alarms, and periodic checkpoints.
+
+Figures are read from the device once a tracking interval, in one transfer, or when a checkpoint needs
+the counts. Not for writing them: that is `dflash.tracking`, `heartbeat` and `checkpoints`.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from dflash.channel.interface import ClientStats
+from dflash.objective.step import StepSums
+from dflash.progress import Progress
+from dflash.resource.training import Training
+from dflash.tracking import Tracker
+from dflash.training.checkpoints import Checkpoints
+from dflash.training.figures import objective_metrics
+from dflash.training.optimizer import FlatOptimizer
+from dflash.training.schedule import learning_rate, noise_std
+from dflash.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+_ALARM_SHARE = 0.01
+"""Of steps or samples without any anchor: beyond it the data is not what was meant."""
+_SHOWN = ("loss", "accuracy", "acceptance_length", "streak")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The constants of a run that figures are made from."""
+
+    training: Training
+    steps: int
+    attempt: int
+    world: int
+    interval_seconds: float
+
+
+class Reporter:
+    """Called after every step. `counts` are totals over all attempts; `progress` is always ready to be shown."""
+
+    def __init__(
+        self,
+        run: Run,
+        tracker: Tracker,
+        checkpoints: Checkpoints,
+        optimizer: FlatOptimizer,
+        channel: Callable[[], ClientStats],
+        *,
+        step: int,
+        counts: Mapping[str, float],
+    ) -> None:
+        self.counts: Counter[str] = Counter(counts)
+        self.metrics: dict[str, float] = {}
+        self._run, self._tracker, self._checkpoints, self._optimizer = run, tracker, checkpoints, optimizer
+        self._channel = channel
+        self._sums: StepSums | None = None
+        self._interval: Counter[str] = Counter()
+        self._began, self._first_step = time.monotonic(), step
+        self._before = channel()
+        self._saved_step, self._saved_at = step, time.monotonic()
+        self._alarmed: set[str] = set()
+        self._progress = Progress(
+            stage="training",
+            message="starting",
+            done=step,
+            total=run.steps,
+            unit="steps",
+            attempt=run.attempt,
+        )
+
+    def progress(self) -> Progress:
+        """The newest snapshot, with how the channel is now. From any thread."""
+        channel, progress = self._channel(), self._progress
+        live = sum(target.live for target in channel.targets)
+        figures = {**progress.figures, "targets": live, "queue_depth": channel.depth}
+        message = progress.message if live or progress.message == "exporting" else channel.status
+        return progress.model_copy(update={"figures": figures, "message": message})
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Whatever is due at this boundary. Errors: those of a checkpoint's upload."""
+        self._checkpoints.check()
+        self._progress = self._progress.model_copy(
+            update={"done": float(trainer.step), "message": "training"}
+        )
+        now = time.monotonic()
+        if now - self._began >= self._run.interval_seconds:
+            self.report(trainer)
+        checkpoint = self._run.training.checkpoint
+        due = (
+            trainer.step - self._saved_step >= checkpoint.every_steps
+            or now - self._saved_at >= 60.0 * checkpoint.every_minutes
+        )
+        if due and not self._checkpoints.busy:
+            self.save(trainer)
+
+    def save(self, trainer: Trainer) -> None:
+        """Start a checkpoint of the present step."""
+        trainer.settle()
+        self._read(trainer)
+        self._saved_step, self._saved_at = trainer.step, time.monotonic()
+        self._checkpoints.save(
+            trainer.step, self.counts, self._optimizer.weights_on_host(), self._optimizer.moments_on_host()
+        )
+
+    def report(self, trainer: Trainer) -> None:
+        """One row of metrics for the time since the last, and the figures of the heartbeat."""
+        self._read(trainer)
+        now = time.monotonic()
+        seconds, steps = max(now - self._began, 1e-9), trainer.step - self._first_step
+        if self._sums is None or steps <= 0:
+            return
+        metrics = {
+            **objective_metrics(self._sums),
+            **self._schedule(trainer.step),
+            **self._speed(seconds, steps),
+            **self._channel_metrics(seconds),
+            "progress/step": float(trainer.step),
+            "progress/share": trainer.step / self._run.steps,
+            "progress/samples": self.counts["samples"],
+            "progress/skipped_steps": self.counts["skipped"],
+            "progress/steps_without_anchor": self.counts["weightless"],
+        }
+        self._tracker.log(trainer.step, metrics)
+        self.metrics = metrics
+        self._alarm(trainer.step)
+        rate = steps / seconds
+        figures: dict[str, float | str] = {
+            name: metrics[f"train/{name}"] for name in _SHOWN if f"train/{name}" in metrics
+        }
+        figures |= {name.split("/")[1]: value for name, value in self._schedule(trainer.step).items()}
+        figures |= {
+            "tokens_per_second": metrics["drafter/tokens_per_second"],
+            "samples_per_second": metrics["drafter/samples_per_second"],
+            "drafter_wait_share": metrics["drafter/wait_share"],
+        }
+        if "target/idle_share" in metrics:
+            figures["target_idle_share"] = metrics["target/idle_share"]
+        self._progress = self._progress.model_copy(
+            update={
+                "rate": rate,
+                "eta_seconds": (self._run.steps - trainer.step) / rate,
+                "figures": figures,
+            }
+        )
+        log.info(
+            "step %d of %d: loss %.4f, acceptance length %.3f, %.2f steps/s",
+            trainer.step,
+            self._run.steps,
+            metrics.get("train/loss", float("nan")),
+            metrics.get("train/acceptance_length", float("nan")),
+            rate,
+        )
+        self._sums, self._interval = None, Counter()
+        self._began, self._first_step = now, trainer.step
+
+    def say(self, message: str) -> None:
+        """Show what is done now."""
+        self._progress = self._progress.model_copy(update={"message": message})
+
+    def _read(self, trainer: Trainer) -> None:
+        sums, counts = trainer.read_totals()
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._interval.update(counts)
+        self.counts.update({name: counts[name] for name in counts if name not in ("stop", "incomplete")})
+
+    def _schedule(self, step: int) -> dict[str, float]:
+        last = max(0, step - 1)
+        return {
+            "train/learning_rate": learning_rate(self._run.training, last, self._run.steps),
+            "train/noise_std": noise_std(self._run.training, last, self._run.steps),
+        }
+
+    def _speed(self, seconds: float, steps: int) -> dict[str, float]:
+        return {
+            "drafter/tokens_per_second": self._interval["tokens"] / seconds,
+            "drafter/samples_per_second": self._interval["samples"] / seconds,
+            "drafter/steps_per_second": steps / seconds,
+            "drafter/wait_share": min(1.0, self._interval["wait_seconds"] / seconds / self._run.world),
+        }
+
+    def _channel_metrics(self, seconds: float) -> dict[str, float]:
+        """Of this rank's channel: what the targets deliver, and how full it is."""
+        now, before = self._channel(), self._before
+        self._before = now
+        metrics = {
+            "channel/depth": float(now.depth),
+            "channel/ready": float(now.ready),
+            "channel/bytes_per_second": (now.bytes_received - before.bytes_received) / seconds,
+            "channel/reissued": float(now.reissued),
+            "channel/links_lost": float(now.links_lost),
+            "channel/bad_replies": float(now.bad_replies),
+            "target/live": float(sum(target.live for target in now.targets)),
+            "target/samples_per_second": (now.delivered - before.delivered) / seconds,
+        }
+        idle = [target.idle_share for target in now.targets if target.live and target.idle_share is not None]
+        if idle:
+            metrics["target/idle_share"] = sum(idle) / len(idle)
+        return metrics
+
+    def _alarm(self, step: int) -> None:
+        for name, share, what in (
+            ("weightless", self.counts["weightless"] / step, "steps"),
+            ("samples", self.counts["unanchored_samples"] / max(1.0, self.counts["samples"]), "samples"),
+        ):
+            if share > _ALARM_SHARE and name not in self._alarmed:
+                self._alarmed.add(name)
+                text = (
+                    f"{share:.1%} of the {what} have no anchor: look at the answers' lengths in the dataset"
+                )
+                log.error("%s", text)
+                self._tracker.event(text)

@@ -1,0 +1,359 @@
+"""The drafter side of the training stage, from a declaration to a committed export.
+
+Cheap checks come first, then the group meets, then what is heavy is loaded. Rank 0 alone writes to
+the run's folder. The export's COMMIT marks the stage as done, before anything is torn down.
+"""
+
+import logging
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import torch
+
+from dflash import layout
+from dflash.channel.client import HiddenStateClient, Timeouts
+from dflash.channel.interface import Identity
+from dflash.channel.keys import KeyPair
+from dflash.channel.members import MemberDirectory
+from dflash.data.dataset import Dataset
+from dflash.errors import DflashError, Preempted, TemporaryError
+from dflash.model.checkpoint import check_export, export_files
+from dflash.model.drafter import DFlashDrafter
+from dflash.model.facts import TargetFacts
+from dflash.model.shape import DraftShape, resolve_shape
+from dflash.model.source import fingerprint, model_folder
+from dflash.model.target import load_tables
+from dflash.model.tokenizer import load_tokenizer
+from dflash.objective.weights import Objective
+from dflash.resource import Drafter
+from dflash.storage.commit import read_commit, write_commit
+from dflash.storage.location import location_of
+from dflash.storage.store import Store
+from dflash.tracking import Tracker
+from dflash.training.checkpoints import Checkpoints
+from dflash.training.control import Control
+from dflash.training.feed import Feed
+from dflash.training.figures import SumsLayout
+from dflash.training.group import Group
+from dflash.training.heartbeat import Heartbeat
+from dflash.training.optimizer import FlatOptimizer
+from dflash.training.order import Order
+from dflash.training.reporter import Reporter, Run
+from dflash.training.samples import TrainingSet
+from dflash.training.trainer import Learner, Outcome, Trainer
+from dflash.training.versions import check_versions, own_versions, publish_versions
+
+log = logging.getLogger(__name__)
+
+_TEARDOWN_SECONDS = 15.0
+_EXPORT_SECONDS = 1800.0
+_STOPPED_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which share of which run is this process's."""
+
+    dataset: str
+    run: str
+    attempt: int
+    rank: int
+    world: int
+    rendezvous: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the declaration means for this target; the same in every process of the run."""
+
+    facts: TargetFacts
+    shape: DraftShape
+    identity: Identity
+
+
+def plan_of(resource: Drafter) -> Plan:
+    """Resolve the drafter's shape and what targets and drafters must agree on. Loads no weights."""
+    spec = resource.spec
+    folder = model_folder(spec.target.model, spec.target.revision)
+    facts = TargetFacts.from_folder(folder)
+    tokenizer = load_tokenizer(spec.target.model, spec.target.revision)
+    shape = resolve_shape(spec.drafter, facts, tokenizer)
+    identity = Identity(
+        fingerprint=fingerprint(folder),
+        taps=shape.taps,
+        hidden_size=facts.hidden_size,
+        dtype=spec.target.dtype,
+        final=spec.training.loss.kl_weight > 0.0,
+    )
+    return Plan(facts, shape, identity)
+
+
+def device_of(backend: str) -> torch.device:
+    """The GPU that this process was given, unless the CPU's transport was asked for or there is none."""
+    return torch.device("cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu")
+
+
+def train(resource: Drafter, part: Part, control: Control) -> None:
+    """Train this rank's share to the end of the run, resuming what earlier attempts committed.
+
+    Returns once the export is committed. Raises Preempted when asked to stop, with a checkpoint
+    committed, and TemporaryError when a peer, the targets or the store are lost.
+    """
+    store = Store.open(location_of(resource.spec.storage))
+    if read_commit(store, layout.export(part.run)) is not None:
+        log.info("run %s is exported already", part.run)
+        return
+    with ExitStack() as stack:
+        _Rank(resource, part, control, store, stack).train()
+
+
+class _Rank:
+    """One rank's life; its parts are made in `train` in the order in which they are needed."""
+
+    def __init__(
+        self, resource: Drafter, part: Part, control: Control, store: Store, stack: ExitStack
+    ) -> None:
+        self._resource, self._part, self._control = resource, part, control
+        self._spec, self._training = resource.spec, resource.spec.training
+        self._store, self._stack = store, stack
+        self._first = part.rank == 0
+
+    def train(self) -> None:
+        training, part = self._training, self._part
+        dataset = self._stack.enter_context(Dataset.open(self._store, part.dataset))
+        plan = plan_of(self._resource)
+        training_set = TrainingSet(dataset, training.max_length, plan.facts.vocab_size)
+        order = Order(len(training_set), training.batch_size, training.epochs, training.seed)
+        device = device_of(training.backend)
+        group = self._join(device)
+        learner = self._learner(plan, device)
+        identity = {
+            "dataset": part.dataset,
+            "target": plan.identity.fingerprint,
+            "samples": len(training_set),
+            "batch_size": training.batch_size,
+            "epochs": training.epochs,
+            "seed": training.seed,
+            "shape": asdict(plan.shape),
+        }
+        checkpoints = Checkpoints(
+            self._store, part.run, part.attempt, keep=training.checkpoint.keep, identity=identity
+        )
+        step, counts = self._resume(checkpoints, group, learner.optimizer)
+        client = self._connect(plan, device)
+        feed = Feed(client.stream, training_set, order, rank=part.rank, world=part.world, first_step=step)
+        self._stack.callback(feed.close)
+        reporter = None
+        if self._first:
+            reporter = self._reporter(checkpoints, learner.optimizer, client, order, step, counts)
+        trainer = Trainer(
+            training,
+            learner,
+            group,
+            order,
+            feed,
+            step=step,
+            stop=self._control.stopping.is_set,
+            after_step=reporter.after_step if reporter else lambda _: None,
+        )
+        log.info(
+            "rank %d of %d, attempt %d: %d samples, step %d of %d",
+            part.rank,
+            part.world,
+            part.attempt,
+            len(training_set),
+            step,
+            order.steps,
+        )
+        outcome = trainer.run()
+        self._control.commit_begins()
+        if outcome is Outcome.STOPPED:
+            self._stopped(trainer, group, checkpoints, reporter)
+        self._done(trainer, group, checkpoints, reporter, plan, learner.drafter, client)
+        _bounded(group.leave, "leaving the group")
+
+    def _join(self, device: torch.device) -> Group:
+        part, training = self._part, self._training
+        group = Group(
+            part.rank,
+            part.world,
+            part.rendezvous,
+            backend="nccl" if device.type == "cuda" else "gloo",
+            join_seconds=float(training.startup_deadline_seconds),
+            # A rank may wait for targets as long as it is allowed to, while the others wait for it.
+            collective_seconds=float(
+                max(training.progress_deadline_seconds, training.target_wait_seconds + 60)
+            ),
+            on_lost=lambda sentence: self._control.give_up(TemporaryError(sentence)),
+        )
+        shared = orjson.dumps(own_versions()).decode() if self._first else None
+        check_versions(orjson.loads(group.share("versions", shared, 60.0)), "rank 0")
+        if self._first:
+            publish_versions(self._store, part.run)
+        return group
+
+    def _learner(self, plan: Plan, device: torch.device) -> Learner:
+        training = self._training
+        tables = load_tables(self._spec.target.model, self._spec.target.revision, training.dtype, device)
+        drafter = DFlashDrafter(plan.shape, training.seed).to(device)
+        optimizer = FlatOptimizer(
+            drafter,
+            training,
+            sums=SumsLayout(plan.shape.block_size).size,
+            dtype=getattr(torch, training.dtype),
+        )
+        objective = Objective.from_loss(training.loss, plan.shape.block_size)
+        return Learner(drafter, tables, objective, optimizer, device)
+
+    def _resume(
+        self, checkpoints: Checkpoints, group: Group, optimizer: FlatOptimizer
+    ) -> tuple[int, Mapping[str, float]]:
+        """Rank 0 restores what is committed; the others get it from rank 0."""
+        start: dict[str, Any] = {"step": 0, "counts": {}}
+        if self._first:
+            checkpoints.claim()
+            restored = checkpoints.restore()
+            if restored is not None:
+                optimizer.restore(restored.weights, restored.moments)
+                start = {"step": restored.state.step, "counts": dict(restored.state.counts)}
+                log.info("resumed from %s", restored.place.folder(self._part.run))
+        seconds = float(self._training.startup_deadline_seconds)
+        start = orjson.loads(
+            group.share("start", orjson.dumps(start).decode() if self._first else None, seconds)
+        )
+        group.broadcast(optimizer.state_tensors())
+        optimizer.refresh()
+        return start["step"], start["counts"]
+
+    def _connect(self, plan: Plan, device: torch.device) -> HiddenStateClient:
+        part, training = self._part, self._training
+        directory = MemberDirectory(self._store, part.run)
+        keys = KeyPair.generate()
+        member = directory.publish(
+            "drafter", part.rank, keys, attempt=part.attempt, fingerprint=plan.identity.fingerprint
+        )
+        self._stack.callback(lambda: _bounded(lambda: directory.withdraw(member), "withdrawing"))
+        client = HiddenStateClient(
+            directory.targets,
+            plan.identity,
+            run=part.run,
+            attempt=part.attempt,
+            index=part.rank,
+            keys=keys,
+            queue_depth=training.queue_depth,
+            backend=training.backend,
+            device=device,
+            timeouts=Timeouts(no_target=float(training.target_wait_seconds)),
+        )
+        self._stack.callback(lambda: _bounded(client.close, "closing the channel"))
+        return client
+
+    def _reporter(
+        self,
+        checkpoints: Checkpoints,
+        optimizer: FlatOptimizer,
+        client: HiddenStateClient,
+        order: Order,
+        step: int,
+        counts: Mapping[str, float],
+    ) -> Reporter:
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-metrics-"))
+        tracker = self._stack.enter_context(
+            Tracker.open(
+                self._spec.tracking,
+                name=self._resource.metadata.name,
+                run_hash=self._part.run,
+                config=self._spec.model_dump(mode="json", by_alias=True),
+                folder=Path(folder),
+                store=self._store,
+                attempt=self._part.attempt,
+                step=step,
+            )
+        )
+        run = Run(
+            training=self._training,
+            steps=order.steps,
+            attempt=self._part.attempt,
+            world=self._part.world,
+            interval_seconds=self._spec.tracking.interval_seconds,
+        )
+        reporter = Reporter(run, tracker, checkpoints, optimizer, client.stats, step=step, counts=counts)
+        heartbeat = Heartbeat(self._store, self._part.run, reporter.progress)
+        self._stack.callback(heartbeat.stop)
+        return reporter
+
+    def _stopped(
+        self, trainer: Trainer, group: Group, checkpoints: Checkpoints, reporter: Reporter | None
+    ) -> None:
+        """Commit where the group stopped; every rank leaves once that is done."""
+        if reporter is not None:
+            reporter.report(trainer)
+            reporter.save(trainer)
+            checkpoints.finish()
+        group.barrier("stopped", _STOPPED_SECONDS)
+        _bounded(group.leave, "leaving the group")
+        raise Preempted(f"stopped after step {trainer.step}, with a checkpoint committed")
+
+    def _done(
+        self,
+        trainer: Trainer,
+        group: Group,
+        checkpoints: Checkpoints,
+        reporter: Reporter | None,
+        plan: Plan,
+        drafter: DFlashDrafter,
+        client: HiddenStateClient,
+    ) -> None:
+        if reporter is not None:
+            reporter.report(trainer)
+            reporter.say("exporting")
+            reporter.save(trainer)
+            checkpoints.finish()
+            self._export(plan, drafter, reporter, trainer.step)
+        group.barrier("exported", _EXPORT_SECONDS)
+
+    def _export(self, plan: Plan, drafter: DFlashDrafter, reporter: Reporter, steps: int) -> None:
+        """Write the drafter in the format that engines load, check what was written, commit it."""
+        files = export_files(drafter, plan.shape, plan.facts)
+        with tempfile.TemporaryDirectory(prefix="dflash-export-") as folder:
+            for name, data in files.items():
+                Path(folder, name).write_bytes(data)
+            check_export(Path(folder), drafter, plan.facts)
+            write_commit(
+                self._store,
+                layout.export(self._part.run),
+                {name: Path(folder, name) for name in files},
+                {
+                    "run": self._part.run,
+                    "dataset": self._part.dataset,
+                    "target": plan.identity.fingerprint,
+                    "attempt": self._part.attempt,
+                    "steps": steps,
+                    "counts": dict(reporter.counts),
+                    "metrics": reporter.metrics,
+                    "versions": own_versions(),
+                },
+            )
+        log.info("exported after %d steps", steps)
+
+
+def _bounded(action: Any, what: str) -> None:
+    """Tear something down without letting it turn success into a hang or a failure."""
+
+    def body() -> None:
+        try:
+            action()
+        except (DflashError, RuntimeError, OSError) as error:
+            log.warning("%s failed: %s", what, error)
+
+    thread = threading.Thread(target=body, name=what, daemon=True)
+    thread.start()
+    thread.join(_TEARDOWN_SECONDS)
+    if thread.is_alive():
+        log.warning("%s did not end within %.0f s and is left behind", what, _TEARDOWN_SECONDS)

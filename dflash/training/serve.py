@@ -1,0 +1,133 @@
+"""The target side of the training stage: a frozen model that serves hidden states until the run ends.
+
+A target knows nothing of order, epochs or attempts. It stays through restarts of the drafters, and
+ends by itself when the run's export is committed.
+"""
+
+import logging
+import threading
+
+import numpy as np
+import torch
+
+from dflash import layout
+from dflash.channel.keys import Authority, KeyPair
+from dflash.channel.members import MemberDirectory
+from dflash.channel.server import HiddenStateServer
+from dflash.errors import DflashError, Preempted
+from dflash.model.states import States
+from dflash.model.target import TargetModel, load_target
+from dflash.resource import Drafter
+from dflash.storage.location import location_of
+from dflash.storage.store import Store
+from dflash.training.control import Control
+from dflash.training.run import Plan, device_of, plan_of
+from dflash.training.versions import check_published
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 2.0
+"""Between two looks at whether the run has ended."""
+_PROBE_LENGTHS = (7, 40, 23)
+_LEAST_COSINE = 0.999
+
+
+def serve(resource: Drafter, run: str, index: int, *, bind: str, advertise: str, control: Control) -> None:
+    """Serve until the run's export is committed, then return. Raises Preempted when asked to stop."""
+    training = resource.spec.training
+    store = Store.open(location_of(resource.spec.storage))
+    export = layout.export(run, layout.COMMIT)
+    if store.exists(export):
+        log.info("run %s is exported already", run)
+        return
+    versions_agree = check_published(store, run)
+    plan = plan_of(resource)
+    device = device_of(training.backend)
+    target = load_target(
+        resource.spec.target.model, resource.spec.target.revision, resource.spec.target.dtype, device
+    )
+    check_capture(target, plan)
+
+    def capture(batch: list[np.ndarray]) -> list[States]:
+        return target.capture(batch, plan.identity.taps, plan.identity.final)
+
+    directory = MemberDirectory(store, run)
+    keys = KeyPair.generate()
+    server = HiddenStateServer(
+        capture,
+        plan.identity,
+        run=run,
+        keys=keys,
+        authority=Authority(directory.public_keys),
+        bind=bind,
+        advertise=advertise,
+        token_budget=training.target_batch_tokens,
+        backend=training.backend,
+        device=device,
+    )
+    server.start()
+    member = directory.publish(
+        "target",
+        index,
+        keys,
+        host=advertise,
+        control_port=server.port,
+        fingerprint=plan.identity.fingerprint,
+    )
+    log.info("target %d serves on %s:%d", index, advertise, server.port)
+    problem: list[DflashError] = []
+
+    def watch() -> None:
+        agreed = versions_agree
+        while not control.stopping.wait(_LOOK_SECONDS):
+            try:
+                agreed = agreed or check_published(store, run)
+                if store.exists(export):
+                    break
+            except DflashError as error:
+                problem.append(error)
+                break
+        server.request_stop()
+
+    watcher = threading.Thread(target=watch, name="target-watch", daemon=True)
+    watcher.start()
+    try:
+        server.serve()
+    finally:
+        server.stop()
+        stats = server.stats()
+        log.info(
+            "served %d samples, %d tokens; causes of faults: %s", stats.samples, stats.tokens, stats.causes
+        )
+        if not problem:
+            directory.withdraw(member)
+    if problem:
+        raise problem[0]
+    if control.stopping.is_set():
+        raise Preempted("the target stopped; drafters go on with the others")
+
+
+def check_capture(target: TargetModel, plan: Plan) -> None:
+    """Compare states of short samples captured alone and together. DflashError when they differ.
+
+    Kernels that mix up the samples of a batch give states that look healthy and train nothing.
+    """
+    generator = np.random.default_rng(0)
+    batch = [generator.integers(0, target.facts.vocab_size, n).astype(np.int32) for n in _PROBE_LENGTHS]
+    taps, final = plan.identity.taps, plan.identity.final
+    together = target.capture(batch, taps, final)
+    lowest = 1.0
+    for ids, state in zip(batch, together, strict=True):
+        alone = target.capture([ids], taps, final)[0]
+        pairs = [(alone.taps, state.taps)]
+        if alone.final is not None and state.final is not None:
+            pairs.append((alone.final, state.final))
+        for a, b in pairs:
+            cosine = torch.cosine_similarity(a.float(), b.float(), dim=-1).min()
+            lowest = min(lowest, float(cosine))
+    log.info("states captured alone and together agree to a cosine of %.6f", lowest)
+    if not lowest >= _LEAST_COSINE:
+        raise DflashError(
+            f"the target's hidden states depend on what else is in a batch (cosine {lowest:.4f}, at least "
+            f"{_LEAST_COSINE} is expected); its attention kernels mix samples up: use other versions"
+        )

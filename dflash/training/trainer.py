@@ -1,0 +1,260 @@
+"""The training loop of one rank: samples to gradients to one all-reduce to one update, step after step.
+
+All ranks take every step together, also those that have nothing to train in it. What must be
+agreed on rides in the step's all-reduce: a rank that is asked to stop gives up what it is doing and
+joins with a flag, so the group stops at one step boundary, whoever was told and whoever was waiting.
+A step that any rank gave up, or that is not finite, changes nothing.
+
+On a GPU nothing waits for the device within a step: what a step decided is read while the next one
+computes, and figures are read in one transfer an interval.
+
+Not for: where samples come from (`feed`), what a step computes (`dflash.objective`), or what
+happens around the loop (`run`).
+"""
+
+import enum
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash.errors import DflashError
+from dflash.model.drafter import DFlashDrafter
+from dflash.model.target import Tables
+from dflash.objective.batch import Sample, pack
+from dflash.objective.step import StepSums, block_step
+from dflash.objective.weights import Objective
+from dflash.resource.training import Training
+from dflash.training.feed import Feed, Interrupted
+from dflash.training.figures import COUNTS, SumsLayout
+from dflash.training.group import Group
+from dflash.training.optimizer import FlatOptimizer
+from dflash.training.order import Order
+from dflash.training.schedule import learning_rate, noise_std
+
+log = logging.getLogger(__name__)
+
+MAX_SKIPPED = 10
+"""Steps in a row that are not finite before training stops: then it will not recover by itself."""
+
+
+class Outcome(enum.Enum):
+    """How the loop ended."""
+
+    DONE = enum.auto()
+    STOPPED = enum.auto()
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What is trained, and by what measure."""
+
+    drafter: DFlashDrafter
+    tables: Tables
+    objective: Objective
+    optimizer: FlatOptimizer
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the group agreed on in a step's all-reduce."""
+
+    stop: bool
+    incomplete: bool
+    skipped: bool
+    weight: float
+
+
+class Trainer:
+    """Trains from a step on. `step` is the number of steps done, and so the next one's number."""
+
+    def __init__(
+        self,
+        training: Training,
+        learner: Learner,
+        group: Group,
+        order: Order,
+        feed: Feed,
+        *,
+        step: int,
+        stop: Callable[[], bool],
+        after_step: Callable[["Trainer"], None],
+    ) -> None:
+        """`stop` says whether this process was asked to end; `after_step` is called at every boundary."""
+        self.step = step
+        self._training, self._learner, self._group = training, learner, group
+        self._order, self._feed = order, feed
+        self._stop, self._after_step = stop, after_step
+        self._sums = SumsLayout(learner.drafter.shape.block_size)
+        self._totals = torch.zeros(self._sums.size + 2, dtype=torch.float64, device=learner.device)
+        self._undecided: _Reading | None = None
+        self._skipped_in_a_row = 0
+        self._stopped = False
+        self._waited = 0.0
+
+    def run(self) -> Outcome:
+        """Train to the end of the run, or until the group stops. Errors: the feed's, the group's."""
+        while self.step < self._order.steps:
+            self._take_step()
+            if self._stopped:
+                return Outcome.STOPPED
+            self._after_step(self)
+            if self._stopped:  # learnt while it was looked at
+                return Outcome.STOPPED
+        self.settle()
+        return Outcome.STOPPED if self._stopped else Outcome.DONE
+
+    def read_totals(self) -> tuple[StepSums, dict[str, float]]:
+        """Sums of all steps since the last call, over all ranks; one transfer.
+
+        Counts also have `skipped` (steps that were not finite) and `weightless` (without any anchor).
+        """
+        totals = self._totals.to("cpu", copy=True)
+        self._totals.zero_()
+        counts = {name: float(self._sums.count(totals, name)) for name in COUNTS}
+        counts |= {"skipped": float(totals[-2]), "weightless": float(totals[-1])}
+        return self._sums.step_sums(totals[: self._sums.size]), counts
+
+    def _take_step(self) -> None:
+        optimizer = self._learner.optimizer
+        optimizer.zero()
+        began = time.perf_counter()
+        try:
+            self._accumulate()
+        except Interrupted:
+            self._sums.count(optimizer.sums, "incomplete").fill_(1.0)
+        computed = time.perf_counter()
+        self.settle()
+        if self._stopped:
+            return
+        self._count("stop", float(self._stop()))
+        waited = self._feed.wait_seconds
+        self._count("wait_seconds", waited - self._waited)
+        self._group.sum(optimizer.reduced)
+        reduced = time.perf_counter()
+        rate = learning_rate(self._training, self.step, self._order.steps)
+        sums = self._sums.step_sums(optimizer.sums)
+        incomplete = self._sums.count(optimizer.sums, "incomplete")
+        _, skipped = optimizer.step(rate, sums.weight, refused=sums.nonfinite + incomplete)
+        self._add_totals(optimizer.sums, skipped, incomplete)
+        stop = self._sums.count(optimizer.sums, "stop")
+        self._undecided = _Reading(torch.stack([stop, incomplete, skipped, sums.weight]))
+        self.step += 1
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "step %d: %.3f s computing, %.3f s of it waiting; %.3f s reducing, %.3f s updating",
+                self.step,
+                computed - began,
+                waited - self._waited,
+                reduced - computed,
+                time.perf_counter() - reduced,
+            )
+        self._waited = waited
+        if self._learner.device.type == "cpu":
+            self.settle()
+
+    def _accumulate(self) -> None:
+        """Forward and backward of this rank's part of the step, in micro-batches of so many tokens."""
+        pending: list[Sample] = []
+        tokens = 0
+        places = self._order.step(self.step, self._group.rank, self._group.world)
+        for place in places:
+            sample = self._feed.take(self._interrupted).sample
+            if pending and tokens + len(sample.ids) > self._training.micro_batch_tokens:
+                self._train(pending, place.epoch)
+                pending, tokens = [], 0
+            pending.append(sample)
+            tokens += len(sample.ids)
+        if pending:
+            self._train(pending, places[0].epoch)
+
+    def _train(self, samples: list[Sample], epoch: int) -> None:
+        learner = self._learner
+        batch = pack(
+            samples,
+            learner.drafter.shape,
+            anchors=self._training.anchors,
+            seed=self._training.seed,
+            epoch=epoch,
+            device=learner.device,
+        )
+        sums = block_step(
+            learner.drafter,
+            learner.tables,
+            batch,
+            learner.objective,
+            noise_std=noise_std(self._training, self.step, self._order.steps),
+        )
+        learner.optimizer.sums[: self._sums.objective] += sums.flatten()
+        self._count("samples", len(samples))
+        self._count("tokens", sum(len(sample.ids) for sample in samples))
+        self._count("unanchored_samples", batch.samples - batch.anchored_samples)
+
+    def _count(self, name: str, amount: float) -> None:
+        self._sums.count(self._learner.optimizer.sums, name).add_(amount)
+
+    def _interrupted(self) -> bool:
+        """Whether to give up waiting: this rank was asked to end, or the group has agreed to stop."""
+        if self._undecided is not None and self._undecided.ready:
+            self.settle()
+        return self._stopped or self._stop()
+
+    def settle(self) -> None:
+        """Learn what the last step decided, so that `step` is certain. A step that was given up is not done."""
+        if self._undecided is None:
+            return
+        decision, self._undecided = self._undecided.read(), None
+        if decision.incomplete:
+            self.step -= 1
+        self._stopped = decision.stop or decision.incomplete
+        if decision.skipped and not decision.incomplete and decision.weight != 0.0:
+            self._skipped_in_a_row += 1
+            log.warning(
+                "step %d is not finite and was skipped (%d in a row)", self.step, self._skipped_in_a_row
+            )
+            if self._skipped_in_a_row >= MAX_SKIPPED:
+                raise DflashError(
+                    f"{MAX_SKIPPED} steps in a row, up to step {self.step}, had a loss or a gradient that is not "
+                    "finite; the last checkpoint is good: lower training.learningRate or training.clip and set "
+                    "spec.rerun"
+                )
+        else:
+            self._skipped_in_a_row = 0
+
+    def _add_totals(self, sums: Tensor, skipped: Tensor, incomplete: Tensor) -> None:
+        """A skipped step counts in samples and tokens, but not in what was achieved; one given up in nothing."""
+        done = incomplete == 0
+        end = self._sums.objective
+        weightless = (self._sums.step_sums(sums).weight == 0) & done
+        self._totals[:end] += torch.where(skipped > 0, 0.0, sums[:end])
+        self._totals[end:-2] += torch.where(done, sums[end:], 0.0)
+        self._totals[-2] += (skipped > 0) & done & ~weightless
+        self._totals[-1] += weightless
+
+
+class _Reading:
+    """A decision on its way from the device; `read` waits for it."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = values
+
+    @property
+    def ready(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def read(self) -> Decision:
+        if self._event is not None:
+            self._event.synchronize()
+        stop, incomplete, skipped, weight = self._values.tolist()
+        return Decision(stop > 0, incomplete > 0, skipped > 0, weight)
