@@ -31,46 +31,46 @@ def judge(targets: int, drafters: int, target_idle: float | None, drafter_wait: 
     if target_idle is None or drafter_wait is None or targets < 1 or drafters < 1:
         return Verdict("unknown", "not measured yet which side limits", targets, drafters)
     if target_idle < _BUSY and drafter_wait < _BUSY:
-        sentence = f"targets and drafters are balanced: targets idle {target_idle:.0%}, drafters wait {drafter_wait:.0%}"
-        return Verdict("balanced", _spaced(sentence), targets, drafters)
+        waits = f"targets idle {_percent(target_idle)}, drafters wait {_percent(drafter_wait)}"
+        return Verdict("balanced", f"targets and drafters are balanced: {waits}", targets, drafters)
     if min(target_idle, drafter_wait) >= 2 * _BUSY:
         sentence = (
-            f"neither side is the bottleneck: targets idle {target_idle:.0%} and drafters wait "
-            f"{drafter_wait:.0%}; the network or the window limits: raise training.queueDepth, or look at bytes/s"
+            f"neither side is the bottleneck: targets idle {_percent(target_idle)} and drafters wait "
+            f"{_percent(drafter_wait)}; the network or the window limits: raise training.queueDepth, or look "
+            "at bytes/s"
         )
-        return Verdict("channel", _spaced(sentence), targets, drafters)
+        return Verdict("channel", sentence, targets, drafters)
     if target_idle >= drafter_wait:
         bottleneck: Bottleneck = "drafters"
-        sentence = f"drafters are the bottleneck: targets idle {target_idle:.0%}"
+        sentence = f"drafters are the bottleneck: targets idle {_percent(target_idle)}"
     else:
         bottleneck = "targets"
-        sentence = f"targets are the bottleneck: drafters wait {drafter_wait:.0%}"
+        sentence = f"targets are the bottleneck: drafters wait {_percent(drafter_wait)}"
     best = _best_split(targets, drafters, target_idle, drafter_wait)
     if best[2] >= _WORTH:
         sentence += f"; a {best[0]}:{best[1]} split would give about {best[2]:.1f}×"
-        return Verdict(bottleneck, _spaced(sentence), *best)
+        return Verdict(bottleneck, sentence, *best)
     more = (targets + 1, drafters) if bottleneck == "targets" else (targets, drafters + 1)
-    gain = _gain(*more, targets, drafters, target_idle, drafter_wait)
+    gain = _gain(more[0] / targets, more[1] / drafters, target_idle, drafter_wait)
     if gain >= _WORTH:
         sentence += f"; one more {bottleneck[:-1]} ({more[0]}:{more[1]}) would give about {gain:.1f}×"
-    return Verdict(bottleneck, _spaced(sentence), targets, drafters)
+    return Verdict(bottleneck, sentence, targets, drafters)
 
 
 def _best_split(targets: int, drafters: int, idle: float, wait: float) -> tuple[int, int, float]:
     """The split of as many processes that would be fastest; of equals, the one nearest to the present."""
     total = targets + drafters
-    splits = [(t, total - t, _gain(t, total - t, targets, drafters, idle, wait)) for t in range(1, total)]
+    splits = [
+        (new, total - new, _gain(new / targets, (total - new) / drafters, idle, wait))
+        for new in range(1, total)
+    ]
     return max(splits, key=lambda split: (split[2], -abs(split[0] - targets)))
 
 
-def _gain(
-    new_targets: int, new_drafters: int, targets: int, drafters: int, idle: float, wait: float
-) -> float:
+def _gain(targets_factor: float, drafters_factor: float, idle: float, wait: float) -> float:
     """Rate against the present: the lesser of what each side could do if it never waited."""
-    by_targets = new_targets / targets / max(1e-3, 1.0 - idle)
-    by_drafters = new_drafters / drafters / max(1e-3, 1.0 - wait)
-    return min(by_targets, by_drafters)
+    return min(targets_factor / max(1e-3, 1.0 - idle), drafters_factor / max(1e-3, 1.0 - wait))
 
 
-def _spaced(sentence: str) -> str:
-    return sentence.replace("%", " %")
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
