@@ -45,6 +45,7 @@ _DISK_FULL_PATIENCE_SECONDS = 20.0
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 20.0
 _READ_TIMEOUT_SECONDS = 60.0
+_QUIET_SECONDS = 5.0
 _PART_BYTES = 32 << 20
 _PART_THREADS = 4
 _CHUNK_BYTES = 1 << 20
@@ -108,6 +109,11 @@ class Store:
     def under(self, folder: str) -> "Store":
         """The same store, one folder deeper."""
         return Store(self.location.under(check_key(folder)), self._credentials, self._patience, self._client)
+
+    def in_bucket(self, bucket: str) -> "Store":
+        """The root of another bucket at the same server, with the same credentials: where prompts may lie."""
+        location = self.location.model_copy(update={"bucket": bucket, "prefix": "", "folder": None})
+        return Store(location, self._credentials, self._patience, self._client)
 
     # Reading
 
@@ -348,6 +354,11 @@ class Store:
         finally:
             partial.unlink(missing_ok=True)
 
+    def fetch(self, key: str, path: Path) -> FileRecord:
+        """Fetch an object of which nothing is known yet, such as a file of prompts, and say what it was."""
+        digest, size = self._download(self._full(key), path)
+        return FileRecord(key, size, digest)
+
     def _download(self, full: str, path: Path) -> tuple[str, int]:
         digest = hashlib.sha256()
         with path.open("wb") as file:
@@ -449,7 +460,11 @@ class Store:
                     raise self._gave_up(operation, full, waited, error, full_disk) from error
                 if attempt is not None and is_unknown_outcome(error):
                     attempt.may_have_landed = True
-                log.info("%s of %s: %s; trying again", operation, full, error)
+                # Said aloud once it takes longer than a busy server usually needs.
+                level = logging.INFO if waited < _QUIET_SECONDS else logging.WARNING
+                log.log(
+                    level, "%s of %s: %s; trying again for %.0f s", operation, full, error, patience - waited
+                )
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
