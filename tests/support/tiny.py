@@ -4,6 +4,9 @@ Vocabulary: 256 byte tokens, then special tokens (see SPECIALS); rows from `len(
 unused. Weights are random but fixed by a seed, scaled so that hidden states vary between tokens.
 """
 
+import dataclasses
+import functools
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +21,11 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from dflash.model.shape import DraftShape
+from dflash.model.states import States
+from dflash.model.target import Tables
+from dflash.objective.batch import Sample
 
 Family = Literal["llama", "qwen3", "qwen3_moe", "qwen3_5"]
 FAMILIES: tuple[Family, ...] = ("llama", "qwen3", "qwen3_moe", "qwen3_5")
@@ -107,4 +115,63 @@ def _qwen3_5(common: dict[str, Any], rope: dict[str, Any], tied: bool) -> Any:
     }
     return Qwen3_5ForConditionalGeneration(
         Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    )
+
+
+@functools.cache
+def tiny_target(family: Family = "llama", tied: bool = True) -> Path:
+    """Folder of a tiny target, made once per process and removed when it ends."""
+    holder = tempfile.TemporaryDirectory(prefix="tiny-target-")
+    _holders.append(holder)
+    return save_tiny_target(Path(holder.name), family, tied=tied)
+
+
+_holders: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def draft_shape(**changes: Any) -> DraftShape:
+    """A small drafter's shape: 2 layers (sliding, full), blocks of 4, taps 1 and 3, vocabulary 320."""
+    shape = DraftShape(
+        hidden_size=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        vocab_size=VOCABULARY,
+        block_size=4,
+        taps=(1, 3),
+        target_layers=4,
+        mask_token_id=262,
+        rope_theta=50_000.0,
+        rms_norm_eps=1e-6,
+        max_positions=4096,
+        layer_types=("sliding_attention", "full_attention"),
+        sliding_window=16,
+        tied=True,
+    )
+    return dataclasses.replace(shape, **changes)
+
+
+def random_tables(shape: DraftShape, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tables:
+    """Untied random tables of a drafter's target."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (shape.vocab_size, shape.hidden_size)
+    embedding, head = (torch.randn(size, generator=generator) * 0.2 for _ in range(2))
+    return Tables(embedding.to(dtype), head.to(dtype))
+
+
+def random_sample(
+    shape: DraftShape, length: int, prompt: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Sample:
+    """Random ids and states; tokens from `prompt` on are supervised."""
+    generator = torch.Generator().manual_seed(seed)
+    return Sample(
+        sample_id=f"sample-{seed}-{length}",
+        ids=torch.randint(0, 256, (length,), generator=generator),
+        supervised=torch.arange(length) >= prompt,
+        states=States(
+            torch.randn(length, shape.tap_width, generator=generator).to(dtype),
+            torch.randn(length, shape.hidden_size, generator=generator).to(dtype),
+        ),
     )
