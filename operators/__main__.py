@@ -1,4 +1,8 @@
-"""`python -m operators`: the operator. `python -m operators crd`: writes the CRD (for a Helm hook)."""
+"""`python -m operators`: the operator.
+
+`python -m operators crd` writes the CRD into the cluster (for a Helm hook), `python -m operators probe URI`
+tries what the store at an s3:// address can do (for `helm test`).
+"""
 
 import json
 import logging
@@ -8,6 +12,11 @@ import sys
 import time
 from typing import Any
 
+from dflash.errors import DflashError
+from dflash.resource.storage import Storage
+from dflash.storage.location import location_of
+from dflash.storage.probe import probe
+from dflash.storage.store import Store
 from operators.crd import SCHEMA_HASH, crd, missing_fields
 from operators.kube import DEFINITIONS, Kube
 from operators.manager import Manager
@@ -42,8 +51,19 @@ def main() -> int:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    try:
+        return run(sys.argv[1:])
+    except DflashError as error:
+        log.error("%s", error)
+        return int(error.exit_code)
+
+
+def run(arguments: list[str]) -> int:
+    """Do as the command line says."""
+    if arguments[:1] == ["probe"]:
+        return probe_store(arguments[1])
     kube = Kube.connect()
-    if sys.argv[1:] == ["crd"]:
+    if arguments == ["crd"]:
         definition = crd()
         kube.apply(DEFINITIONS, "", definition)
         log.info(
@@ -72,6 +92,17 @@ def main() -> int:
     sys.stderr.flush()
     # Not sys.exit: a worker that waits for the store must not keep a process that may no longer act.
     os._exit(0 if kept else 1)
+
+
+def probe_store(uri: str) -> int:
+    """0 when the store does all that exactly-once needs; what is missing is told in sentences."""
+    store = Store.open(location_of(Storage(uri=uri)), patience=60.0)
+    found = probe(store)
+    for sentence in found.missing:
+        log.error("%s", sentence)
+    if found.ok:
+        log.info("%s creates once, compares and swaps, and lists what was written", uri)
+    return 0 if found.ok else 1
 
 
 if __name__ == "__main__":

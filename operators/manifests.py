@@ -25,6 +25,8 @@ from operators.pods import ATTEMPT, DRAFTER, HASH, MAIN, PREFIX, ROLE, WORLD
 
 RESOURCE = f"{PREFIX}/resource"
 """Annotation with the resolved Drafter: the pod's own, so that it is as immutable as the Job."""
+CHART_PATCH = "podTemplatePatch"
+"""Key beside a template's Job: the chart's own partial pod template."""
 FOLDER = "/etc/dflash"
 RENDEZVOUS_PORT = 29500
 _MANAGED_BY = {"app.kubernetes.io/managed-by": "dflash-operator"}
@@ -72,9 +74,9 @@ def job(template: Object, start: Start, owner: Owner, work: Work, completions: i
     name = names.group(owner.name, start.role, start.hash, start.attempt)
     made = copy.deepcopy(template)
     pod = made["spec"]["template"]
-    patch = work.drafter.spec.pods.of(start.role)
-    if patch:
-        made["spec"]["template"] = pod = merge(pod, patch)
+    for patch in (made.pop(CHART_PATCH, None), work.drafter.spec.pods.of(start.role)):
+        if patch:
+            made["spec"]["template"] = pod = merge(pod, patch)
     labels = labels_of(start, owner)
     resource = dump_resource(work.drafter)
     made |= {"apiVersion": "batch/v1", "kind": "Job"}

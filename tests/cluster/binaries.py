@@ -31,10 +31,18 @@ BUILDS = {
     "etcd-helm": {"etcd": "go.etcd.io/etcd/server/v3", "helm": "helm.sh/helm/v3/cmd/helm"},
     "coredns": {"coredns": "github.com/coredns/coredns"},
 }
+# What the programs' own build scripts put in; without it Helm takes the cluster for version 1.20.
 _STAMPS = " ".join(
-    f"-X {package}.git{field}={value}"
-    for package in ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
-    for field, value in (("Version", KUBERNETES), ("Major", "1"), ("Minor", "34"))
+    [
+        f"-X {package}.git{field}={value}"
+        for package in ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
+        for field, value in (("Version", KUBERNETES), ("Major", "1"), ("Minor", "34"))
+    ]
+    + [
+        f"-X helm.sh/helm/v3/pkg/{package}.k8sVersion{field}={value}"
+        for package in ("chartutil", "lint/rules")
+        for field, value in (("Major", "1"), ("Minor", "34"))
+    ]
 )
 _DEBIAN = {
     "containerd": "containerd",
@@ -72,7 +80,7 @@ def require_machine() -> None:
 
 def cache() -> Path:
     """Where built programs are kept: one folder for each state of the Go modules."""
-    digest = hashlib.sha256(KUBERNETES.encode())
+    digest = hashlib.sha256(_STAMPS.encode())
     for path in sorted(MODULES.glob("*/*")):
         digest.update(path.relative_to(MODULES).as_posix().encode() + path.read_bytes())
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -96,8 +104,7 @@ def built() -> Path:
 def _build(module: str, package: str, program: Path) -> None:
     log.info("building %s (once; the result is kept in %s)", program.name, program.parent)
     partial = program.with_suffix(".partial")
-    stamps = _STAMPS if module == "kubernetes" else ""
-    command = ["go", "build", "-trimpath", "-buildvcs=false", "-ldflags", f"-s -w {stamps}"]
+    command = ["go", "build", "-trimpath", "-buildvcs=false", "-ldflags", f"-s -w {_STAMPS}"]
     environment = os.environ | {"CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOFLAGS": ""}
     done = subprocess.run(
         ["nice", "-n", "19", *command, "-o", str(partial), package],
