@@ -43,6 +43,7 @@ class Dropped(_Document):
 
     sample_id: str
     reason: str
+    supervised: int
 
 
 class PartCommit(_Document):
@@ -251,7 +252,10 @@ def make_commit(
         samples=[row.sample_id for row in kept],
         prompt_lengths=[len(row.prompt_ids) for row in kept],
         output_lengths=[len(row.output_ids) for row in kept],
-        dropped=[Dropped(sample_id=row.sample_id, reason=row.dropped or "") for row in rejects],
+        dropped=[
+            Dropped(sample_id=row.sample_id, reason=row.dropped or "", supervised=len(row.output_ids))
+            for row in rejects
+        ],
         rows=upload_rows(store, dataset, kept),
         rejects=upload_rows(store, dataset, rejects),
     )

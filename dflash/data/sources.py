@@ -14,10 +14,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO, cast
 
 import orjson
 
@@ -82,11 +82,12 @@ def _s3_files(uri: str, store: Store | None) -> list[SourceFile]:
         raise ConfigurationError(
             f"{uri} needs an S3 storage: set storage.uri and its endpoint, or use a local file"
         )
-    reader = Store.open(replace(store.location, bucket=bucket, prefix=""))
-    if not any(sign in pattern for sign in _WILD):
-        return [SourceFile(uri, store=reader, key=pattern)] if reader.exists(pattern) else []
-    fixed = pattern[: min(pattern.index(sign) for sign in _WILD if sign in pattern)]
-    keys = sorted(found.key for found in reader.list(fixed) if fnmatchcase(found.key, pattern))
+    reader = store.in_bucket(bucket)
+    fixed = pattern[: min((pattern.index(sign) for sign in _WILD if sign in pattern), default=len(pattern))]
+    try:
+        keys = sorted(found.key for found in reader.list(fixed) if fnmatchcase(found.key, pattern))
+    except ValueError as error:
+        raise ConfigurationError(f"prompts.uri {uri}: {error}") from error
     return [SourceFile(f"s3://{bucket}/{key}", store=reader, key=key) for key in keys]
 
 
@@ -121,7 +122,7 @@ def _local_copy(file: SourceFile) -> Iterator[Path]:
     assert file.store is not None
     with tempfile.TemporaryDirectory(prefix="dflash-prompts-") as folder:
         path = Path(folder, "prompts")
-        file.store.download(file.key, path)
+        file.store.fetch(file.key, path)
         yield path
 
 
@@ -129,13 +130,14 @@ def _plain_name(name: str) -> str:
     return name.removesuffix(".gz").removesuffix(".zst")
 
 
-def _open(name: str, path: Path) -> IO[bytes]:
+def _open(name: str, path: Path) -> BinaryIO:
     if name.endswith(".gz"):
-        return gzip.open(path, "rb")
+        return cast(BinaryIO, gzip.open(path, "rb"))
     if name.endswith(".zst"):
         import pyarrow
 
-        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"), _CHUNK)
+        stream = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+        return cast(BinaryIO, io.BufferedReader(stream, _CHUNK))
     return path.open("rb", buffering=_CHUNK)
 
 

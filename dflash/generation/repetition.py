@@ -1,0 +1,121 @@
+"""Loops in token ids: found in linear time with numpy, so that every answer can be looked at.
+
+Two measures. A *tail period*: the answer ends in p tokens said again and again. *Heavy n-grams*: 8-grams
+that occur at least four times; where a window or the whole answer consists of them, it goes round in
+circles, also with small changes from round to round. Saying something twice or three times (code in the
+thinking and again in the answer) is not heavy. Nothing here knows text or tools.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash.data.rows import Ids
+
+GRAM = 8
+HEAVY = 4
+"""Occurrences that make an n-gram heavy."""
+WINDOW = 512
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """How much of an answer repeats itself; shares are of its tokens."""
+
+    period: int
+    """Tokens in one round of the loop at the end; 0 without one."""
+    run: int
+    """Tokens in that loop, all rounds together."""
+    heavy_share: float
+    """Share of n-grams that are heavy."""
+    heavy_window: float
+    """The same in the worst stretch of `WINDOW` tokens."""
+
+
+def measure(ids: Ids) -> Repetition:
+    """Look for loops in an answer's ids, its end-of-turn token left out. O(length) time and memory."""
+    period, run = tail_period(ids)
+    share, window = _heavy(ids)
+    return Repetition(period, run, share, window)
+
+
+def degenerate(found: Repetition, length: int, *, cut: bool) -> bool:
+    """Whether an answer of `length` tokens is a loop rather than an answer; `cut` when it did not end itself.
+
+    An answer cut in a loop never got out of it. One that ended may close with something periodic (a
+    table's rule, a row of dots), so there the loop must make up a fifth of it.
+    """
+    long_enough = found.run >= max(3 * found.period, min(64, max(24, length // 2)))
+    looping = found.period > 0 and long_enough and (cut or 5 * found.run >= length)
+    circling = length >= 4 * GRAM and (
+        found.heavy_share >= 0.5 or (length >= WINDOW and found.heavy_window >= 0.9)
+    )
+    return looping or circling
+
+
+def tail_period(ids: Ids) -> tuple[int, int]:
+    """(p, run): the last `run` tokens have period p and hold at least two rounds; (0, 0) if none do.
+
+    The period is the distance from the last n-gram to its previous occurrence: if the tail has a period of
+    n tokens or more, it is that one; shorter periods are tried first, from single tokens up.
+    """
+    length = len(ids)
+    best = (0, 0)
+    for gram in (1, GRAM):
+        if length < 2 * gram:
+            break
+        last = ids[length - gram :]
+        starts = np.flatnonzero(ids[: length - gram] == last[0])  # every earlier start of the last n-gram
+        for offset in range(1, gram):
+            starts = starts[ids[starts + offset] == last[offset]]
+        if len(starts) == 0:
+            continue
+        period = length - gram - int(starts[-1])
+        run = _trailing_run(ids, period)
+        if run >= 2 * period and run > best[1]:
+            best = (period, run)
+    return best
+
+
+def _trailing_run(ids: Ids, period: int) -> int:
+    """Length of the longest suffix with this period."""
+    same = ids[period:] == ids[:-period]
+    broken = np.flatnonzero(~same)
+    matched = len(same) - (int(broken[-1]) + 1) if len(broken) else len(same)
+    return matched + period
+
+
+def _heavy(ids: Ids) -> tuple[float, float]:
+    grams = len(ids) - GRAM + 1
+    if grams < 2 * GRAM:
+        return 0.0, 0.0
+    hashes = _gram_hashes(ids)
+    # Counted in a table of four to eight places a gram, by the hash's upper bits. Two different grams that
+    # share a place only ever raise a count, and rarely: four of them would have to.
+    bits = grams.bit_length() + 2
+    places = (hashes >> np.uint64(64 - bits)).astype(np.int64)
+    counts = np.bincount(places, minlength=1 << bits)
+    heavy = counts[places] >= HEAVY
+    total = int(np.count_nonzero(heavy))
+    share = total / grams
+    if grams <= WINDOW or total == 0:
+        return share, share
+    sums = np.cumsum(heavy)
+    worst = int(np.max(sums[WINDOW:] - sums[:-WINDOW]))
+    return share, worst / WINDOW
+
+
+def _gram_hashes(ids: Ids) -> NDArray[np.uint64]:
+    """Polynomial hash of every n-gram, by doubling: from 1 to 2, 4 and 8 tokens."""
+    with np.errstate(over="ignore"):
+        hashes = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_MULTIPLIER)
+        width = 1
+        multiplier = 0xD1342543DE82EF95
+        while width < GRAM:
+            hashes = hashes[:-width] * np.uint64(multiplier) + hashes[width:]
+            multiplier = multiplier * multiplier & _MASK
+            width *= 2
+        return (hashes ^ (hashes >> np.uint64(32))) * np.uint64(_MULTIPLIER)
