@@ -22,6 +22,8 @@ BUSYBOX = f"{REGISTRY}/busybox:test"
 HOST_PYTHON = f"{REGISTRY}/dflash-host-python:test"
 REPOSITORY = Path(__file__).parents[2]
 
+_USERS = [("root", 0), ("job", 1000), ("nonroot", 65532)]
+
 _PAUSE_SOURCE = r"""
 #include <signal.h>
 #include <unistd.h>
@@ -75,8 +77,8 @@ def host_python(folder: Path) -> Path:
     """A root without programs; `host_volumes` gives it this machine's."""
     links = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
     files = {
-        "etc/passwd": b"root:x:0:0:root:/:/bin/sh\nnonroot:x:65532:65532:nonroot:/tmp:/bin/sh\n",
-        "etc/group": b"root:x:0:\nnonroot:x:65532:\n",
+        "etc/passwd": "".join(f"{name}:x:{uid}:{uid}::/tmp:/bin/sh\n" for name, uid in _USERS).encode(),
+        "etc/group": "".join(f"{name}:x:{uid}:\n" for name, uid in _USERS).encode(),
         "etc/nsswitch.conf": b"hosts: files dns\n",
     }
     environment = [

@@ -1,0 +1,114 @@
+"""Fixtures: one throwaway cluster a session, a namespace with a release and a small Drafter a test."""
+
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import binaries, images
+from tests.cluster.cluster import ROOT, Cluster
+from tests.cluster.release import FILES, Release
+
+Object = dict[str, Any]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All of this folder needs the cluster, of which there is one: one worker, in order."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.cluster)
+            item.add_marker(pytest.mark.xdist_group("cluster"))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A running cluster with the CRD not yet installed."""
+    try:
+        made = Cluster()
+    except binaries.CannotRun as error:
+        pytest.skip(str(error))
+    with made:
+        made.import_image(images.host_python(ROOT / "images"))
+        yield made
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that pods see at /files: a tiny random target, and prompts."""
+    from tests.support.tiny import save_tiny_target
+
+    folder = tmp_path_factory.mktemp("files")
+    save_tiny_target(folder / "target")
+    rows = [{"prompt": f"What is {i} plus {i + 1}, and why?", "id": f"q{i}"} for i in range(24)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return folder
+
+
+@pytest.fixture
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """A namespace of its own."""
+    name = f"test-{secrets.token_hex(4)}"
+    cluster.kubectl("create", "namespace", name)
+    yield name
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def release(cluster: Cluster, namespace: str, files: Path) -> Iterator[Release]:
+    """The chart, installed with an S3 server of its own."""
+    made = Release(cluster, namespace, files)
+    made.install()
+    yield made
+    made.kubectl("delete", "drafters", "--all", "--wait=true", "--timeout=60s", check=False)
+    made.helm("uninstall", made.name, "--wait", "--timeout=60s")
+
+
+def small_drafter(name: str = "tiny", **spec: Any) -> Object:
+    """A Drafter for the tiny target that goes through all stages in about a minute on one core."""
+    base: Object = {
+        "target": {"model": f"{FILES}/target", "dtype": "float32"},
+        "prompts": {"uri": f"{FILES}/prompts.jsonl", "holdOut": 0.25},
+        "generation": {
+            "engine": "transformers",
+            "thinking": False,
+            "maxTokens": 32,
+            "sampling": {"temperature": 1.0},
+            "gate": {
+                "minSupervisedTokens": 4,
+                "truncated": "keep",
+                "maxDroppedShare": 1.0,
+                "maxEmptyShare": 1.0,
+                "maxRepetitionShare": 1.0,
+            },
+        },
+        "drafter": {"layers": 1, "blockSize": 4, "slidingWindow": 0, "taps": [0, 2], "maskTokenId": 300},
+        "training": {
+            "epochs": 2,
+            "batchSize": 4,
+            "anchors": 8,
+            "dtype": "float32",
+            "targets": 1,
+            "drafters": 1,
+            "backend": "gloo",
+            "checkpoint": {"everySteps": 2, "everyMinutes": 0.1},
+        },
+        "evaluation": {"engine": "transformers", "maxTokens": 12, "samples": 3, "dtype": "float32"},
+        "storage": {"uri": f"s3://dflash/{name}"},
+        "tracking": {"wandb": {"enabled": False}, "intervalSeconds": 1.0},
+    }
+    for section, values in spec.items():
+        base[section] = (
+            {**base[section], **values} if isinstance(values, dict) and section in base else values
+        )
+    return {
+        "apiVersion": "dflash.dev/v1alpha1",
+        "kind": "Drafter",
+        "metadata": {"name": name},
+        "spec": base,
+    }
