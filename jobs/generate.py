@@ -55,7 +55,13 @@ def build_worker(resource: Drafter, settings: GenerateSettings) -> Worker:
         prompts=prompts,
         renderer=Renderer(tokenizer, thinking=spec.generation.thinking),
         judge=Judge.of(limits, tokenizer),
-        engine=make_engine(spec.target, spec.generation, job.context_length),
+        engine=make_engine(
+            spec.target,
+            spec.generation,
+            job.context_length,
+            index=settings.index,
+            replicas=settings.replicas,
+        ),
     )
 
 

@@ -1,19 +1,37 @@
 """Which engine a Drafter's generation section asks for."""
 
 from dflash.engines.engine import Engine
+from dflash.model.source import fingerprint, model_folder
 from dflash.resource.generation import Generation
 from dflash.resource.target import Target
 
 
-def make_engine(target: Target, generation: Generation, context_length: int) -> Engine:
-    """The engine, not started. `auto` is sglang where a GPU or a server is there, else transformers."""
+def make_engine(
+    target: Target, generation: Generation, context_length: int, *, index: int, replicas: int
+) -> Engine:
+    """Worker `index`'s engine, not started.
+
+    `auto` is sglang where a GPU or a running server is there, else transformers. Running servers are dealt
+    out to the workers; with fewer servers than workers, several share one.
+    """
     name = generation.engine
     if name == "auto":
         import torch
 
         name = "sglang" if generation.urls or torch.cuda.is_available() else "transformers"
-    if name == "sglang":
-        raise NotImplementedError
-    from dflash.engines.transformers import TransformersEngine
+    if name == "transformers":
+        from dflash.engines.transformers import TransformersEngine
 
-    return TransformersEngine(target, generation.sampling, generation.in_flight)
+        return TransformersEngine(target, generation.sampling, generation.in_flight)
+    from dflash.engines.server import ServerProcess
+    from dflash.engines.sglang import Patience, SglangEngine
+
+    urls = generation.urls
+    mine = urls[index::replicas] or ([urls[index % len(urls)]] if urls else [])
+    return SglangEngine(
+        generation,
+        weights=fingerprint(model_folder(target.model, target.revision)),
+        patience=Patience.for_answers_of(generation.max_tokens),
+        server=None if mine else ServerProcess(target, generation, context_length),
+        urls=mine,
+    )
