@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash.data.prompts import Prompt, is_held_out, read_prompts, turns_to_produce
+from dflash.data.render import Renderer, UnrenderableError
 from dflash.errors import ConfigurationError
 from dflash.evaluation.answers import Question, writing_system
 from dflash.resource import DrafterSpec
@@ -27,27 +28,34 @@ def read_questions(
 ) -> list[Question]:
     """At most `evaluation.samples` of each set, in file order.
 
-    `context` is the most positions the target has; prompts that leave no room for the answer are left
-    out with a warning. ConfigurationError when a set is empty.
+    `context` is the most positions the target has; prompts that leave no room for the answer, and
+    those that the template refuses, are left out with a warning. ConfigurationError when a set is empty.
     """
+    renderer = Renderer(tokenizer, thinking=spec.generation.thinking)
     questions: dict[str, Question] = {}
     for name, prompts in _sets(spec, base, store):
-        kept, too_long = 0, 0
+        kept, left_out = 0, 0
         for prompt in prompts:
             if kept == spec.evaluation.samples:
                 break
-            question = _render(prompt, name, tokenizer, spec.generation.thinking)
+            try:
+                question = _render(prompt, name, renderer)
+            except UnrenderableError:
+                left_out += 1
+                continue
             if len(question.prompt_ids) + 2 > context:
-                too_long += 1
+                left_out += 1
                 continue
             # Ids that people give may repeat; a line number tells such prompts apart.
             name_taken = question.sample_id in questions
             key = f"{question.sample_id}#{prompt.line}" if name_taken else question.sample_id
             questions[key] = question.model_copy(update={"sample_id": key})
             kept += 1
-        if too_long:
+        if left_out:
             log.warning(
-                "%s: %d prompts are longer than the target's context and are left out", name, too_long
+                "%s: %d prompts are left out: the template refuses them, or they fill the context",
+                name,
+                left_out,
             )
         if not kept:
             raise ConfigurationError(
@@ -65,21 +73,14 @@ def _sets(spec: DrafterSpec, base: Path, store: "Store") -> Iterator[tuple[str, 
         yield HELD_OUT, (p for p in prompts if is_held_out(p, spec.prompts.hold_out))
 
 
-def _render(prompt: Prompt, prompt_set: str, tokenizer: Any, thinking: bool) -> Question:
+def _render(prompt: Prompt, prompt_set: str, renderer: Renderer) -> Question:
     messages = prompt.messages[: turns_to_produce(prompt.messages)[-1]]
-    ids = tokenizer.apply_chat_template(
-        messages,
-        tools=prompt.tools,
-        add_generation_prompt=True,
-        return_dict=False,
-        enable_thinking=thinking,
-    )
     asked = next(m["content"] for m in reversed(messages) if m["role"] == "user")
     return Question(
         sample_id=f"{prompt_set}/{prompt.id}",
-        prompt_ids=ids,
+        prompt_ids=renderer.prompt_ids(messages, prompt.tools).tolist(),
         prompt_set=prompt_set,
         group=prompt.group or "",
         language=writing_system(asked),
-        thinking=thinking,
+        thinking=renderer.thinking,
     )

@@ -195,8 +195,10 @@ class _Proposer:
         """Drafts for slots 1..B-1 after token `last` at `position`; `new_taps` since the last call."""
         inputs = torch.cat([self._tables.embedding[last : last + 1], self._mask_rows])
         states = self._drafter.propose(inputs, new_taps, self._cache, position)
-        # Greedy whatever the temperature: verification alone decides what is emitted.
-        drafts: list[int] = functional.linear(states[1:], self._tables.head).argmax(dim=-1).tolist()
+        # The best proposals whatever the temperature: verification alone decides what is emitted.
+        drafts: list[int] = self._drafter.choose(
+            states, last, self._tables.embedding, self._tables.head
+        ).tolist()
         return drafts
 
 

@@ -8,7 +8,7 @@ import logging
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from dflash.model.tokenizer import load_tokenizer
 from dflash.progress import Progress
 from dflash.resource import Drafter
 from dflash.storage.commit import fetch_commit
-from dflash.storage.store import Store
+from dflash.storage.store import NotFound, Store
 from dflash.tracking.jsonl import read_rows
 
 if TYPE_CHECKING:
@@ -53,7 +53,10 @@ def run_stage(store: Store, resource: Drafter, *, dataset: str, drafter: str, ev
     progress.say("loading target and drafter")
     with tempfile.TemporaryDirectory(prefix="dflash-evaluate-") as folder:
         export = Path(folder)
-        fetch_commit(store, layout.export(drafter), export)
+        try:
+            fetch_commit(store, layout.export(drafter), export)
+        except NotFound as error:
+            raise ConfigurationError(f"evaluation: {error}; train the drafter first") from error
         names = {"dataset": dataset, "drafter": drafter, "evaluation": evaluation}
         report = _measure(store, resource, export, progress, names)
     return _publish(store, report, progress)
@@ -69,7 +72,7 @@ class StageProgress:
         self._message = ""
         self.done = 0
         self.total = 0
-        self.figures: dict[str, float | str] = {}
+        self.figures: Callable[[], dict[str, float | str]] = dict
         self._times: deque[float] = deque(maxlen=_RATE_WINDOW)
 
     def say(self, message: str) -> None:
@@ -98,7 +101,7 @@ class StageProgress:
             rate=rate,
             eta_seconds=(self.total - self.done) / rate if rate else None,
             updated_at=time.time(),
-            figures=self.figures,
+            figures=self.figures(),
         )
         self._store.put_json(self._key, progress.model_dump(mode="json", by_alias=True))
 
@@ -121,11 +124,8 @@ def _measure(
     progress.done = len(ledger)
     progress.say("measuring")
 
-    def on_answer(_: Answer) -> None:
-        progress.figures = _live(ledger)
-        progress.count(len(ledger))
-
-    bench.run(questions, ledger, on_answer)
+    progress.figures = lambda: _live(ledger)
+    bench.run(questions, ledger, lambda _: progress.count(len(ledger)))
     if spec.evaluation.concurrency != [1]:
         log.warning("in process one request is answered at a time: concurrency is measured at 1 only")
 
