@@ -192,7 +192,7 @@ class Store:
 
     def put(self, key: str, data: bytes) -> str:
         """Write an object, replacing what was there; gives its entity tag."""
-        full = self._full(key)
+        full = self._new(key)
         request = lambda: self._client.put_object(Bucket=self.location.bucket, Key=full, Body=data)  # noqa: E731
         return self._try("put", full, request)["ETag"]
 
@@ -216,7 +216,7 @@ class Store:
         """
         if etag is None:
             return self._create(key, data)
-        full = self._full(key)
+        full = self._new(key)
         attempt = _Attempt()
 
         def request() -> str | None:
@@ -238,7 +238,7 @@ class Store:
         return self._try("swap", full, request, attempt)
 
     def _create(self, key: str, data: bytes) -> str | None:
-        full = self._full(key)
+        full = self._new(key)
 
         def request() -> str | None:
             try:
@@ -282,7 +282,7 @@ class Store:
         if size <= _PART_BYTES:
             self.put(key, path.read_bytes())
         else:
-            self._upload_in_parts(self._full(key), path, size)
+            self._upload_in_parts(self._new(key), path, size)
         return FileRecord(key, size, sha256)
 
     def _upload_in_parts(self, full: str, path: Path, size: int) -> None:
@@ -360,21 +360,21 @@ class Store:
         return FileRecord(key, size, digest)
 
     def _download(self, full: str, path: Path) -> tuple[str, int]:
-        digest = hashlib.sha256()
+        digest, etag = hashlib.sha256(), ""
         with path.open("wb") as file:
 
             def request() -> None:
-                # A broken connection is continued where it broke; the hash tells whether that was right.
-                nonlocal digest
-                start = file.tell()
-                more: dict[str, Any] = {"Range": f"bytes={start}-"} if start else {}
-                answer = self._client.get_object(Bucket=self.location.bucket, Key=full, **more)
-                if (
-                    start and answer["ResponseMetadata"]["HTTPStatusCode"] != 206
-                ):  # a server without ranges starts again, so do we
+                nonlocal digest, etag
+                bucket, start = self.location.bucket, file.tell()
+                if start:  # a connection broke here: go on, if that is possible and it is the same object
+                    answer = self._client.get_object(Bucket=bucket, Key=full, Range=f"bytes={start}-")
+                    ranged = answer["ResponseMetadata"]["HTTPStatusCode"] == 206 and answer["ETag"] == etag
+                if not start or not ranged:
+                    answer = self._client.get_object(Bucket=bucket, Key=full)
                     file.seek(0)
                     file.truncate()
                     digest = hashlib.sha256()
+                etag = answer["ETag"]
                 for chunk in answer["Body"].iter_chunks(_CHUNK_BYTES):
                     file.write(chunk)
                     digest.update(chunk)
@@ -431,6 +431,10 @@ class Store:
         return f"{self.location.prefix}/" if self.location.prefix else ""
 
     def _full(self, key: str) -> str:
+        return self._root + key
+
+    def _new(self, key: str) -> str:
+        # Only what we write is held to the safe alphabet: people's own files are read as they are.
         return self._root + check_key(key)
 
     def _name(self, key: str) -> str:

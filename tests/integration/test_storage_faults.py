@@ -421,3 +421,21 @@ def test_a_server_without_conditional_writes_is_found_by_the_probe(
         (True, False),
         (False, True),
     ]
+
+
+def test_an_object_replaced_while_a_download_broke_is_not_mixed_with_the_old_one(
+    proxy: FaultyProxy, through: Store, tmp_path: Path
+) -> None:
+    through.put("prompts", b"a" * (3 << 20))
+    breaks = iter([True])
+
+    def tear_and_replace(exchange: Exchange, forward: Forward) -> None:
+        if exchange.method == "GET" and next(breaks, False):
+            forward()
+            exchange.answer_headers.append(("X-Claimed-Length", str(len(exchange.answer))))
+            exchange.answer = exchange.answer[: 2 << 20]
+            through.put("prompts", b"b" * (3 << 20))
+
+    proxy.fault = tear_and_replace
+    through.fetch("prompts", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"b" * (3 << 20)

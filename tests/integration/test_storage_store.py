@@ -1,10 +1,12 @@
 """The store against a real S3 server: what every other part relies on."""
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from dflash.storage import store as store_module
 from dflash.storage.embedded import EmbeddedStore
 from dflash.storage.probe import probe
 from dflash.storage.store import Corrupt, FileRecord, NotFound, Store
@@ -120,3 +122,34 @@ def test_the_embedded_server_honours_conditional_writes(store: Store) -> None:
     result = probe(store)
     assert result.ok, result.missing
     assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("key", ["my prompts/ä+b 1.jsonl", "a%20b", "x:y=z&q?"])
+def test_a_persons_own_file_is_read_whatever_its_name(
+    store: Store, s3_server: EmbeddedStore, tmp_path: Path, key: str
+) -> None:
+    root = store.in_bucket(s3_server.location.bucket)
+    full = f"{store.location.prefix}/{key}"
+    store._client.put_object(Bucket=s3_server.location.bucket, Key=full, Body=b"theirs")
+    assert [info.key for info in root.list(full)] == [full]
+    assert root.get(full) == b"theirs"
+    assert root.fetch(full, tmp_path / "copy").size == 6
+    with pytest.raises(ValueError, match="unsafe key"):
+        root.put(full, b"ours")
+
+
+def test_a_check_ends_uploads_that_were_left_unfinished_for_long(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, client = store.location.bucket, store._client
+    client.create_multipart_upload(Bucket=bucket, Key=f"{store.location.prefix}/left")
+
+    def unfinished() -> int:
+        found = client.list_multipart_uploads(Bucket=bucket, Prefix=store.location.prefix)
+        return len(found.get("Uploads", []))
+
+    store.check()
+    assert unfinished() == 1, "it may be another process's that is still at work"
+    monkeypatch.setattr(store_module, "_UNFINISHED_UPLOAD_AGE", timedelta(seconds=-60))
+    store.check()
+    assert unfinished() == 0
