@@ -149,7 +149,7 @@ def _digest(schema: Schema) -> str:
 
 
 def missing_fields(kube: Kube) -> list[str]:
-    """Fields of the spec that the cluster's CRD lacks, and would drop from what people apply.
+    """Fields that the cluster's CRD lacks: it would drop them from what people apply and what we remember.
 
     Read from the API server's published schema, which every ServiceAccount may read.
     """

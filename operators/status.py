@@ -83,7 +83,7 @@ class DrafterStatus(Section):
         "", max_length=32, description="Queued, Pending, Starting, Running, Suspended, Stalled or Done."
     )
     stages: list[StageStatus] = Field([], max_length=3, description="The chain.")
-    attempt: int = Field(0, ge=0, description="The training attempt at work, counted from 1.")
+    attempt: int = Field(0, ge=0, description="The training attempt at work, counted from 0.")
     restarts: int = Field(0, ge=0, description="Attempts lost to errors.")
     disruptions: int = Field(0, ge=0, description="Attempts lost to preemption, eviction and lost nodes.")
     progress: ProgressStatus = Field(ProgressStatus(), description="The running stage.")
