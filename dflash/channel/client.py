@@ -26,6 +26,7 @@ from torch.distributed import Work
 from zmq.utils.monitor import recv_monitor_message
 
 from dflash.channel import messages
+from dflash.channel.buffers import BufferPool
 from dflash.channel.interface import (
     ChannelError,
     ClientStats,
@@ -46,8 +47,9 @@ from dflash.channel.link import (
 )
 from dflash.channel.mailbox import Mailbox
 from dflash.channel.scheduler import Scheduler
+from dflash.channel.shares import RecentShare
 from dflash.channel.threads import join_all
-from dflash.channel.verify import find_fault
+from dflash.channel.verify import find_faults
 from dflash.channel.wire import checksum, flat_bytes, unpack
 from dflash.errors import DflashError, Preempted, TemporaryError
 from dflash.model.states import States
@@ -94,7 +96,7 @@ class Timeouts:
     """Without any live target: then TemporaryError."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Link:
     """One target, as the drafter knows it. Owned by the loop."""
 
@@ -216,6 +218,7 @@ class HiddenStateClient:
         self._lock = threading.Lock()
         self._scheduler = Scheduler(self._timeouts.request, max_refusals)
         self._events: Mailbox[_Event] = Mailbox()
+        self._buffers = BufferPool(self._device)
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._links: dict[str, _Link] = {}
@@ -229,8 +232,8 @@ class HiddenStateClient:
         self._without_target_since = time.monotonic()
         self._waiting = False
         self._last_cause = "none was found"
-        self._first_delivery: float | None = None
         self._wait_seconds = 0.0
+        self._waits: RecentShare | None = None
         self._counts: Counter[str] = Counter()
         self._causes: Counter[str] = Counter()
         self._threads = [
@@ -260,6 +263,9 @@ class HiddenStateClient:
             target=self._feed, args=(iter(requests), over), name="channel-requests", daemon=True
         )
         feeder.start()
+        return self._consume(over)
+
+    def _consume(self, over: threading.Event) -> Iterator[Reply]:
         try:
             while True:
                 began = time.monotonic()
@@ -292,7 +298,6 @@ class HiddenStateClient:
         now = time.monotonic()
         with self._lock:
             live = [link for link in self._links.values() if link.live]
-            elapsed = now - self._first_delivery if self._first_delivery is not None else 0.0
             return ClientStats(
                 status=self._status(bool(live)),
                 requested=self._counts["requested"],
@@ -302,7 +307,7 @@ class HiddenStateClient:
                 ready=len(self._replies) + self._output.qsize(),
                 bytes_received=self._counts["bytes"],
                 wait_seconds=self._wait_seconds,
-                wait_share=min(1.0, self._wait_seconds / elapsed) if elapsed > 0.0 else 0.0,
+                wait_share=self._waits.share(now) if self._waits is not None else 0.0,
                 links_lost=self._counts["links_lost"],
                 bad_replies=self._counts["bad_replies"],
                 refusals=self._counts["refusals"],
@@ -322,6 +327,7 @@ class HiddenStateClient:
     def close(self) -> None:
         """Say goodbye to all targets and free everything. May be called twice."""
         self._stopping.set()
+        self._slots.release()  # a feeder that waits for its turn sees that it is over
         self._events.wake()
         join_all(self._threads, _GOODBYE_SECONDS)
         join_all(self._receivers, _GOODBYE_SECONDS)
@@ -340,10 +346,12 @@ class HiddenStateClient:
     def _count_wait(self, began: float) -> None:
         """Time before the first sample is start-up, not waiting."""
         now = time.monotonic()
-        if self._first_delivery is None:
-            self._first_delivery = now
-        else:
-            self._wait_seconds += now - began
+        with self._lock:
+            if self._waits is None:
+                self._waits = RecentShare(now)
+            else:
+                self._wait_seconds += now - began
+                self._waits.add(began, now)
 
     # Reading ahead
 
@@ -723,7 +731,7 @@ class HiddenStateClient:
 
     def _begin(self, tensors: TensorLink, batch: messages.Batch) -> "_Transfer":
         size = flat_bytes(sum(item.length for item in batch.items), self._identity)
-        flat = torch.empty(size, dtype=torch.uint8, device=self._device)
+        flat = self._buffers.take(size)
         return _Transfer(batch, flat, tensors.start_receive(flat))
 
     def _open_batch(self, batch: messages.Batch, flat: Tensor) -> list[States | str]:
@@ -734,4 +742,5 @@ class HiddenStateClient:
             raise RuntimeError("a transfer was shorter than announced, or not the one announced")
         if batch.checksum is not None and checksum(flat) != batch.checksum:
             return ["the checksum of its transfer is wrong"] * len(states)
-        return [find_fault(sample, self._identity) or sample for sample in states]
+        faults = find_faults(states, self._identity)
+        return [fault or sample for fault, sample in zip(faults, states, strict=True)]

@@ -94,7 +94,7 @@ class TargetStats:
     outstanding_tokens: int
     delivered: int
     idle_share: float | None
-    """Share of the last seconds in which the target had nothing to do; None before it said so."""
+    """Share of the last half minute in which the target did not compute; None before it said so."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class ClientStats:
     wait_seconds: float = 0.0
     """Time in which the consumer waited for a sample."""
     wait_share: float = 0.0
-    """The same, as a share of the time since the first sample was delivered."""
+    """The same, as a share of the last half minute."""
     links_lost: int = 0
     bad_replies: int = 0
     refusals: int = 0
@@ -142,7 +142,7 @@ class ServerStats:
     blocked_seconds: float = 0.0
     """Time with requests but with every requester's two send buffers full."""
     idle_share: float = 0.0
-    """Idle and blocked together, as a share of the last seconds."""
+    """Idle and blocked together, as a share of the last half minute."""
     refused: int = 0
     """Samples refused because capturing them failed."""
     links_refused: int = 0

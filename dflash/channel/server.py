@@ -28,7 +28,8 @@ from dflash.channel.interface import Identity, ServerStats
 from dflash.channel.keys import Authority, KeyPair
 from dflash.channel.link import TARGET_RANK, Backend, TensorLink, host_store, resolve_backend
 from dflash.channel.mailbox import Mailbox
-from dflash.channel.shares import BusyShare
+from dflash.channel.packing import pick
+from dflash.channel.shares import RecentShare
 from dflash.channel.threads import join_all
 from dflash.channel.wire import checksum, describe_mismatch, flat_bytes, pack
 from dflash.errors import DflashError
@@ -55,6 +56,11 @@ class _Pending:
     item: messages.Item
     ids: NDArray[np.int32]
 
+    @property
+    def tokens(self) -> int:
+        """Length of the sample."""
+        return len(self.ids)
+
 
 @dataclass
 class _Job:
@@ -65,7 +71,7 @@ class _Job:
     captured: torch.cuda.Event | None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Link:
     """One drafter, as the target knows it. Guarded by the server's condition."""
 
@@ -109,7 +115,7 @@ class HiddenStateServer:
         token_budget: int = 16_384,
         backend: str = "auto",
         device: torch.device | None = None,
-        checksum_every: int = 16,
+        checksum_every: int = 32,
         join_timeout: float = 30.0,
         transfer_timeout: float = 60.0,
         silence_timeout: float = 15.0,
@@ -147,7 +153,7 @@ class HiddenStateServer:
         self._context = zmq.Context()
         self._control: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._busy = BusyShare(time.monotonic())
+        self._busy = RecentShare(time.monotonic())
         self._counts: Counter[str] = Counter()
         self._causes: Counter[str] = Counter()
         self._seconds = {"capture": 0.0, "idle": 0.0, "blocked": 0.0}
@@ -223,7 +229,7 @@ class HiddenStateServer:
                 capture_seconds=self._seconds["capture"],
                 idle_seconds=self._seconds["idle"],
                 blocked_seconds=self._seconds["blocked"],
-                idle_share=self._busy.idle_share(time.monotonic()),
+                idle_share=1.0 - self._busy.share(time.monotonic()),
                 refused=self._counts["refused"],
                 links_refused=self._counts["links_refused"],
                 links_dropped=self._counts["links_dropped"],
@@ -236,30 +242,17 @@ class HiddenStateServer:
         """Wait for requests and take the oldest, up to the token budget; None at the end."""
         with self._changed:
             while not self._stopping:
-                ready = [k for k in self._links.values() if k.joined and k.pending and k.unsent < _BUFFERS]
-                if ready:
-                    return self._take(ready)
+                ready = [k for k in self._links.values() if k.joined and k.unsent < _BUFFERS]
+                batch = pick({link: link.pending for link in ready}, self._token_budget)
+                for link in {link for link, _ in batch}:
+                    link.unsent += 1
+                if batch:
+                    return batch
                 reason = "blocked" if any(k.joined and k.pending for k in self._links.values()) else "idle"
                 began = time.monotonic()
                 self._changed.wait(1.0)
                 self._seconds[reason] += time.monotonic() - began
         return None
-
-    def _take(self, ready: list[_Link]) -> list[tuple[_Link, _Pending]]:
-        batch: list[tuple[_Link, _Pending]] = []
-        tokens = 0
-        while ready:
-            link = min(ready, key=lambda k: k.pending[0].arrival)
-            length = link.pending[0].item.length
-            if batch and tokens + length > self._token_budget:
-                break
-            batch.append((link, link.pending.popleft()))
-            tokens += length
-            if not link.pending:
-                ready.remove(link)
-        for link in {id(link): link for link, _ in batch}.values():
-            link.unsent += 1
-        return batch
 
     def _serve_batch(self, batch: list[tuple[_Link, _Pending]], failures: int) -> int:
         """Capture a batch and pass it to the senders; the number of failures in a row is carried on."""
@@ -313,7 +306,7 @@ class HiddenStateServer:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         with self._changed:
-            for link in {id(link): link for link, _ in batch}.values():
+            for link in {link for link, _ in batch}:
                 own = [(item, states) for owner, item, states in captured if owner is link]
                 if link.closed or not own:
                     link.unsent -= 1
@@ -439,7 +432,7 @@ class HiddenStateServer:
                     self._ask(link, message, frames[1] if len(frames) > 1 else b"")
                 elif isinstance(message, messages.Ping):
                     with self._changed:
-                        idle = self._busy.idle_share(time.monotonic())
+                        idle = 1.0 - self._busy.share(time.monotonic())
                     self._send(router, route, messages.Pong(idle_share=idle))
                 else:
                     self._drop(link, "the drafter is done", tell=False, clean=True)
