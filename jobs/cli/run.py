@@ -13,7 +13,7 @@ from dflash.storage.commit import fetch_commit, read_commit
 from dflash.storage.probe import probe
 from dflash.storage.store import Store
 from jobs.cli.connect import Connection, connected, home_of
-from jobs.cli.preflight import Findings, preflight
+from jobs.cli.preflight import preflight
 from jobs.cli.results import print_results
 from jobs.cli.validate import uid_of
 from jobs.cli.view import view
