@@ -149,15 +149,15 @@ def _digest(schema: Schema) -> str:
 
 
 def missing_fields(kube: Kube) -> list[str]:
-    """Fields that the cluster's CRD lacks: it would drop them from what people apply and what we remember.
+    """Fields that the cluster's CRD lacks: it would drop them from what is applied and remembered.
 
     Read from the API server's published schema, which every ServiceAccount may read.
     """
     published = kube.published_schema(API_VERSION, KIND)
     ours = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    return sorted(
-        _paths(ours["properties"]["spec"], "spec") - _paths(published["properties"]["spec"], "spec")
-    )
+    parts = ("spec", "status")
+    wanted = {path for part in parts for path in _paths(ours["properties"][part], part)}
+    return sorted(wanted - {path for part in parts for path in _paths(published["properties"][part], part)})
 
 
 def _paths(node: Schema, path: str) -> set[str]:
