@@ -194,8 +194,9 @@ class TiledAttention:
                 )
             )
         attended = sum(len(output) for output in outputs)
-        if attended < len(query):  # padding blocks see nothing
-            outputs.append(query[attended:] * 0.0)
+        if attended < len(query):  # padding blocks see nothing; yet a batch of nothing else keeps its graph
+            nothing = sum((part.sum() for part in (*context, *block)), start=query.new_zeros(())) * 0.0
+            outputs.append(query[attended:] * 0.0 + nothing)
         return torch.cat(outputs)
 
 

@@ -139,7 +139,7 @@ def with_noise(
     for part, seed in zip(torch.split(taps[: sum(lengths)], list(lengths)), seeds, strict=True):
         generator = torch.Generator(taps.device).manual_seed(seed)
         noise = torch.randn(part.shape, generator=generator, device=taps.device)
-        split = part.float().view(len(part), count, -1)
+        split = part.float().view(len(part), count, part.shape[1] // count)
         rms = split.square().mean(2, keepdim=True).sqrt()
         noisy.append(split.addcmul(noise.view_as(split), rms, value=std).flatten(1).to(taps.dtype))
     return torch.cat([*noisy, taps[sum(lengths) :]])
