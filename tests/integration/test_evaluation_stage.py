@@ -9,9 +9,9 @@ import orjson
 import pytest
 
 from dflash import layout
-from dflash.errors import ConfigurationError
+from dflash.errors import ConfigurationError, Preempted
 from dflash.evaluation.report import Report
-from dflash.evaluation.stage import run_stage
+from dflash.evaluation.stage import StageProgress, run_stage
 from dflash.storage.embedded import EmbeddedStore
 from dflash.storage.store import Store
 from tests.support.evaluation import DATASET, EVALUATION, RUN, prepared
@@ -90,25 +90,40 @@ def test_no_export_and_no_prompts_are_told_in_one_sentence(tmp_path: Path, store
         run_stage(store, resource, dataset=DATASET, drafter="f" * 16, evaluation=EVALUATION)
 
 
-def test_killed_and_run_again_the_job_goes_on_from_its_answers(
+def test_stopped_half_way_and_run_again_it_goes_on_from_its_answers(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, resource = prepared(tmp_path, store)
+
+    def stop_at_five(self: StageProgress, done: int) -> None:
+        if done == 5:
+            raise Preempted("asked to stop")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageProgress, "count", stop_at_five)
+        with pytest.raises(Preempted):
+            evaluate(store, resource)
+    assert not store.exists(layout.report(EVALUATION))
+    answered = 0
+
+    def count(self: StageProgress, done: int) -> None:
+        nonlocal answered
+        answered += 1
+
+    monkeypatch.setattr(StageProgress, "count", count)
+    assert evaluate(store, resource).contenders[1].answers == 6
+    assert answered == 12 - 5
+
+
+def test_the_job_ends_with_143_when_asked_to_stop(
     tmp_path: Path, store: Store, s3_server: EmbeddedStore
 ) -> None:
-    path, _ = prepared(tmp_path, store, evaluation={"samples": 8, "maxTokens": 48, "repeats": 6})
+    path, _ = prepared(tmp_path, store, evaluation={"samples": 20, "maxTokens": 512, "repeats": 10})
     arguments = ["--resource", str(path), "--dataset", DATASET, "--run", RUN, "--evaluation", EVALUATION]
-    job = JobProcess("evaluate", arguments, s3_server.environment, tmp_path / "first.log")
-    answers = layout.evaluation(EVALUATION, "answers/")
-    deadline = time.monotonic() + 60
-    while not list(store.list(answers)):
-        assert time.monotonic() < deadline, job.said()
-        time.sleep(0.1)
+    job = JobProcess("evaluate", arguments, s3_server.environment, tmp_path / "job.log")
+    job.wait_for("measuring")
+    time.sleep(1.0)
     job.send(signal.SIGTERM)
-    assert job.wait(10) == 143
-    kept = sum(len(orjson.loads(store.get(info.key))) for info in store.list(answers))
-    assert kept > 0
+    assert job.wait(20) == 143
+    assert "run again to go on" in job.said()
     assert not store.exists(layout.report(EVALUATION))
-
-    again = JobProcess("evaluate", arguments, s3_server.environment, tmp_path / "second.log")
-    assert again.wait(120) == 0, again.said()
-    total = sum(len(orjson.loads(store.get(info.key))) for info in store.list(answers))
-    questions = store.get_json(layout.report(EVALUATION))["questions"]
-    assert total == questions * 2 * 6
