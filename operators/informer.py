@@ -67,6 +67,7 @@ class Informer:
             try:
                 if not version:
                     version = self._list()
+                    heard = self.heard_at
                 for change in self._kube.watch(self.resource, self._namespace, self._selector, version):
                     self.heard_at = time.monotonic()
                     version = change["object"]["metadata"]["resourceVersion"]
@@ -85,7 +86,7 @@ class Informer:
             except (Unreachable, ApiError) as error:
                 log.warning("watching %s: %s", self.resource.plural, error)
                 # What was seen stays valid; a version that is too old by then is told by 410.
-                failures = 1 if self.heard_at != heard else failures + 1
+                failures = 1 if self.heard_at != heard else failures + 1  # words between them: no streak
                 if isinstance(error, ApiError):
                     version = ""
             if failures:

@@ -37,11 +37,15 @@ class WorkQueue:
         """The next due key, waiting for one; None once closed. Must be followed by `done`."""
         with self._condition:
             while not self._closed:
-                wait = self._next_wait()
-                if wait is None or wait > 0:
+                entry = self._earliest()
+                wait = None if entry is None else entry[0] - time.monotonic()
+                if entry is None or (wait is not None and wait > 0):
                     self._condition.wait(wait)
                     continue
-                _, key = heapq.heappop(self._heap)
+                key = entry[1]
+                if self._heap[0] == entry:
+                    heapq.heappop(self._heap)
+                # Else it stays behind a key that is worked on, and is dropped there as superseded.
                 del self._due[key]
                 self._active.add(key)
                 return key
@@ -72,19 +76,11 @@ class WorkQueue:
         with self._condition:
             return sum(due <= now for due in self._due.values())
 
-    def _next_wait(self) -> float | None:
-        """Seconds until a key that nobody works on is due; None when there is none."""
-        blocked: list[tuple[float, str]] = []
-        wait: float | None = None
-        while self._heap:
-            due, key = self._heap[0]
-            if self._due.get(key) != due:
-                heapq.heappop(self._heap)  # superseded by an earlier one
-            elif key in self._active:
-                blocked.append(heapq.heappop(self._heap))
-            else:
-                wait = due - time.monotonic()
-                break
-        for entry in blocked:
-            heapq.heappush(self._heap, entry)
-        return wait
+    def _earliest(self) -> tuple[float, str] | None:
+        """The earliest entry of a key that nobody works on, due or not."""
+        while self._heap and self._due.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)  # superseded by an earlier one
+        if not self._heap or self._heap[0][1] not in self._active:
+            return self._heap[0] if self._heap else None
+        free = [e for e in self._heap if e[1] not in self._active and self._due.get(e[1]) == e[0]]
+        return min(free, default=None)

@@ -443,6 +443,9 @@ def _cgroups() -> list[Path]:
 def _make_cgroup() -> None:
     for cgroup in _cgroups():
         cgroup.mkdir(exist_ok=True)
+        shares = cgroup / "cpu.shares"
+        if shares.exists():  # as much as four processes outside: a busy machine must not starve all pods
+            shares.write_text("4096")
         for name in ("cpuset.cpus", "cpuset.mems"):  # version 1 starts these empty, and then nothing may join
             file = cgroup / name
             if cgroup.parent.name == "cpuset" and file.exists():

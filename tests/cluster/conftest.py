@@ -3,6 +3,7 @@
 import json
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +51,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def namespace(cluster: Cluster) -> Iterator[str]:
-    """A namespace of its own."""
-    name = f"test-{secrets.token_hex(4)}"
-    cluster.kubectl("create", "namespace", name)
-    yield name
-    cluster.kubectl("delete", "namespace", name, "--wait=false")
+@contextmanager
+def installed(cluster: Cluster, files: Path) -> Iterator[Release]:
+    """The chart in a namespace of its own, with an S3 server of its own."""
+    namespace = f"test-{secrets.token_hex(4)}"
+    cluster.kubectl("create", "namespace", namespace)
+    release = Release(cluster, namespace, files)
+    release.install()
+    yield release
+    release.kubectl("delete", "drafters", "--all", "--timeout=90s")
+    release.helm("uninstall", release.name, "--wait", "--timeout=60s")
+    cluster.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
-@pytest.fixture
-def release(cluster: Cluster, namespace: str, files: Path) -> Iterator[Release]:
-    """The chart, installed with an S3 server of its own."""
-    made = Release(cluster, namespace, files)
-    made.install()
-    yield made
-    made.kubectl("delete", "drafters", "--all", "--wait=true", "--timeout=60s", check=False)
-    made.helm("uninstall", made.name, "--wait", "--timeout=60s")
+@pytest.fixture(scope="module")
+def module_release(cluster: Cluster, files: Path) -> Iterator[Release]:
+    """A release shared by the tests of a module, since installing takes a while."""
+    with installed(cluster, files) as release:
+        yield release
 
 
 def small_drafter(name: str = "tiny", **spec: Any) -> Object:

@@ -159,5 +159,7 @@ def test_distillation_without_final_states_is_refused():
 
 def test_no_rows_make_no_losses():
     head = torch.randn(700, 16)
-    found = head_loss(torch.zeros(0, 16), head, torch.zeros(0, dtype=torch.int64), [], lambda *_: torch.ones(0))
+    found = head_loss(
+        torch.zeros(0, 16), head, torch.zeros(0, dtype=torch.int64), [], lambda *_: torch.ones(0)
+    )
     assert found.gradient.shape == (0, 16)

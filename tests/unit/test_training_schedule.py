@@ -1,5 +1,7 @@
 """Learning rate and noise over a run."""
 
+from itertools import pairwise
+
 import pytest
 
 from dflash.resource.training import Noise, Training
@@ -14,7 +16,7 @@ def test_the_rate_warms_up_once_and_falls_to_its_minimum() -> None:
     rates = [learning_rate(TRAINING, step, 100) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
     assert rates[10] == 1.0
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[10:]))
     assert rates[-1] == pytest.approx(0.2)
 
 
@@ -23,7 +25,7 @@ def test_noise_falls_by_a_cosine_from_start_to_end() -> None:
     assert levels[0] == 0.5
     assert levels[50] == pytest.approx(0.3)
     assert levels[-1] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(levels, levels[1:], strict=False))
+    assert all(a >= b for a, b in pairwise(levels))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
