@@ -4,17 +4,9 @@ Its ports and its access key are chosen once and kept in the folder, so that a r
 server to everyone. It listens on 127.0.0.1 only. Not for a cluster, and not for several machines.
 """
 
-import fcntl
-import json
-import logging
 import os
-import secrets
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -25,17 +17,13 @@ from botocore.exceptions import BotoCoreError, ClientError
 from dflash.errors import ConfigurationError, TemporaryError
 from dflash.storage.faults import MIN_FREE_BYTES, free_bytes
 from dflash.storage.location import FOLDER_VARIABLE, StoreLocation
+from dflash.storage.server_folder import IDENTITIES, lock, server_settings, unlock
+from dflash.storage.server_process import ServerProcess
 from dflash.storage.store import PATIENCE_SECONDS, Credentials, Store
 
 BUCKET = "dflash"
 START_SECONDS = 60.0
 """How long a start may take; 3 s is usual."""
-_STOP_SECONDS = 1.0  # it saves nothing when asked to stop (a kill loses nothing either), and takes 15 s
-_LOCK_SECONDS = 3.0
-_PORTS = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc")
-_LOWEST_PORT, _HIGHEST_PORT = 20000, 32000  # below Linux's range for outgoing connections
-
-log = logging.getLogger(__name__)
 
 
 class EmbeddedStore:
@@ -44,7 +32,7 @@ class EmbeddedStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
         self._lock: int | None = None
-        self._server: _Server | None = None
+        self._server: ServerProcess | None = None
         self._settings: dict[str, object] = {}
 
     # What it is
@@ -100,10 +88,10 @@ class EmbeddedStore:
         until = time.monotonic() + deadline
         if self._lock is None:
             self._make_folder()
-            self._lock = _lock(self.folder)
+            self._lock = lock(self.folder)
         try:
-            self._settings = _settings(self.folder)
-            self._server = _Server(self._command(), self.folder / "server.log", self._lock)
+            self._settings = server_settings(self.folder)
+            self._server = ServerProcess(self._command(), self.folder / "server.log", self._lock)
             self._wait_until_ready(until, deadline)
         except BaseException:
             self.stop()
@@ -121,7 +109,7 @@ class EmbeddedStore:
             self._server.stop()
             self._server = None
         if self._lock is not None:
-            os.close(self._lock)
+            unlock(self._lock)
             self._lock = None
 
     def __enter__(self) -> "EmbeddedStore":
@@ -186,7 +174,7 @@ class EmbeddedStore:
             "-s3.autoCreateBucket=false",  # a misspelt bucket is an error
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
-            f"-s3.config={self.folder / _IDENTITIES}",
+            f"-s3.config={self.folder / IDENTITIES}",
         ]
 
     def _wait_until_ready(self, until: float, deadline: float) -> None:
@@ -229,176 +217,6 @@ class EmbeddedStore:
             "see "
             f"{self.folder / 'server.log'}, then run again"
         )
-
-
-_IDENTITIES = "identities.json"
-_SETTINGS = "server.json"
-
-
-class _Server:
-    """The process, which dies with this one."""
-
-    def __init__(self, command: list[str], log_file: Path, lock: int) -> None:
-        self._log_file = log_file
-        self._process: subprocess.Popen[bytes] | None = None
-        self._failure: OSError | None = None
-        started = threading.Event()
-
-        def keep() -> None:
-            # Linux kills the child when the *thread* that made it ends, so one thread is kept for it.
-            try:
-                with log_file.open("wb") as output:
-                    self._process = subprocess.Popen(
-                        [sys.executable, "-S", "-E", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        cwd=log_file.parent,
-                        start_new_session=True,  # Ctrl-C stops the jobs first, then this
-                        pass_fds=(lock,),  # the folder stays locked while either of us lives
-                    )
-            except OSError as error:
-                self._failure = error
-                return
-            finally:
-                started.set()
-            self._process.wait()
-
-        threading.Thread(target=keep, name="embedded-store", daemon=True).start()
-        started.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def stop(self) -> None:
-        assert self._process is not None
-        for how, seconds in ((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, 10.0)):
-            if self.running:
-                self._process.send_signal(how)
-            try:
-                self._process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                continue
-            return
-        raise TemporaryError(
-            f"the embedded S3 server, process {self.pid}, cannot be stopped; stop it by hand"
-        )
-
-    def last_line(self) -> str:
-        lines = self._log_file.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
-
-
-# Run by the child before it becomes the server (the process id stays the same). Not a preexec_fn:
-# that would run Python between fork and exec of a process with threads.
-_DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-parent, command = int(sys.argv[1]), sys.argv[2:]
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() != parent:
-    sys.exit(1)
-os.execv(command[0], command)
-"""
-
-
-def _lock(folder: Path) -> int:
-    path = folder / "lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    until = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = path.read_text().strip()
-            # A server whose parent was just killed needs a moment to go.
-            if time.monotonic() < until and not _is_alive(holder):
-                time.sleep(0.05)
-                continue
-            os.close(descriptor)
-            raise ConfigurationError(
-                f"{folder} is in use by process {holder or 'unknown'}: wait for that run or stop it, or give "
-                "spec.storage.uri another folder"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        return descriptor
-
-
-def _is_alive(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _settings(folder: Path) -> dict[str, object]:
-    """Ports and key of this folder's server: kept, unless a port was taken by someone else meanwhile."""
-    path = folder / _SETTINGS
-    settings: dict[str, object] = {}
-    if path.exists():
-        try:
-            settings = json.loads(path.read_text())
-        except ValueError as error:
-            raise ConfigurationError(f"{path} is not JSON ({error}): delete it and run again") from None
-    else:
-        settings = {"accessKey": secrets.token_hex(10), "secretKey": secrets.token_urlsafe(30)}
-    ports = settings.get("ports")
-    if (
-        not isinstance(ports, dict)
-        or sorted(ports) != sorted(_PORTS)
-        or not all(map(_is_free, ports.values()))
-    ):
-        settings["ports"] = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
-    _write_private(path, settings)
-    identity = {
-        "name": "dflash",
-        "credentials": [{"accessKey": settings["accessKey"], "secretKey": settings["secretKey"]}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-    }
-    _write_private(folder / _IDENTITIES, {"identities": [identity]})
-    return settings
-
-
-def _write_private(path: Path, value: object) -> None:
-    partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(value, file)
-    partial.replace(path)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, drawn at random so that two servers starting at once do not meet."""
-    found: set[int] = set()
-    for _ in range(1000):
-        port = secrets.randbelow(_HIGHEST_PORT - _LOWEST_PORT) + _LOWEST_PORT
-        if _is_free(port):
-            found.add(port)
-        if len(found) == count:
-            return sorted(found)
-    raise TemporaryError(f"no {count} free ports between {_LOWEST_PORT} and {_HIGHEST_PORT} on this machine")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
 
 
 def _find_weed() -> str:
