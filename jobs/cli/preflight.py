@@ -50,6 +50,12 @@ class Findings(BaseModel):
         raise (TemporaryError if kinds == {int(ExitCode.TEMPORARY)} else ConfigurationError)(text)
 
 
+_NOTHING_HELD_OUT = Problem(
+    sentence="spec.prompts.holdOut keeps no prompt for evaluation; raise it, or give spec.evaluation.prompts",
+    exit_code=int(ExitCode.CONFIGURATION),
+)
+
+
 def preflight(resource: Path, environment: Mapping[str, str]) -> Findings:
     """Check a resolved Drafter in a process of its own."""
     with subprocess.Popen(
@@ -84,7 +90,9 @@ def check(drafter: Drafter, store: Store | None) -> Findings:
     for prompts in spec.evaluation.prompts:
         _try(findings, lambda uri=prompts.uri: _survey(uri, drafter, store))  # type: ignore[misc]
     if survey is not None:
-        findings.notes += _notes(drafter, survey)
+        findings.notes += _notes(survey)
+        if survey.held_out == 0 and not spec.evaluation.prompts:
+            findings.problems.append(_NOTHING_HELD_OUT)
     facts = _try(findings, lambda: _facts(drafter))
     tokenizer = _try(findings, lambda: _tokenizer(drafter)) if facts is not None else None
     if facts is None or tokenizer is None:
@@ -111,7 +119,7 @@ def _survey(uri: str, drafter: Drafter, store: Store | None) -> PromptSurvey:
     return survey_prompts(uri, Path.cwd(), store, hold_out=prompts.hold_out, limit=prompts.limit)
 
 
-def _notes(drafter: Drafter, survey: PromptSurvey) -> list[str]:
+def _notes(survey: PromptSurvey) -> list[str]:
     counts = survey.counts
     notes = [f"{counts.unique} prompts, {survey.held_out} of them held out for evaluation"]
     if counts.duplicates:
@@ -119,11 +127,6 @@ def _notes(drafter: Drafter, survey: PromptSurvey) -> list[str]:
     if survey.repeated_ids:
         notes.append(
             f"{survey.repeated_ids} rows repeat an id with other content; they are told apart by content"
-        )
-    if survey.held_out == 0 and not drafter.spec.evaluation.prompts:
-        notes.append(
-            "no prompt is held out, so there is nothing to evaluate on: raise spec.prompts.holdOut or give "
-            "spec.evaluation.prompts"
         )
     return notes
 
