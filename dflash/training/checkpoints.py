@@ -104,7 +104,7 @@ class Checkpoints:
                     fetch_commit(self._store, place.folder(self._run), Path(folder))
                 except (Corrupt, NotFound) as error:
                     log.error(
-                        "checkpoint of step %d is not usable, the one before is tried: %s", place.step, error
+                        "checkpoint of step %d is unusable, the one before is tried: %s", place.step, error
                     )
                     continue
                 return self._read(place, Path(folder))
@@ -116,8 +116,8 @@ class Checkpoints:
             theirs, ours = state.identity.get(name), self._identity.get(name)
             if theirs != ours:
                 raise ConfigurationError(
-                    f"checkpoint {place.folder(self._run)} was made with {name} {theirs}, but this run has {ours}; "
-                    "restore the declaration it was made from, or set spec.rerun to train anew"
+                    f"checkpoint {place.folder(self._run)} was made with {name} {theirs}, but this run has "
+                    f"{ours}; restore the declaration it was made from, or set spec.rerun to train anew"
                 )
         self._saved = place.step if place.attempt == self._attempt else None
         return Restored(place, state, load_file(folder / _WEIGHTS), load_file(folder / _MOMENTS))
@@ -137,8 +137,8 @@ class Checkpoints:
         for name, tensor in (*weights.items(), *moments.items()):
             if not torch.isfinite(tensor).all():
                 raise DflashError(
-                    f"{name} is not finite after step {step}, so it is not saved; the last good checkpoint is "
-                    "kept: lower training.learningRate or training.clip"
+                    f"{name} is not finite after step {step}, so it is not saved; the last good checkpoint "
+                    "is kept: lower training.learningRate or training.clip"
                 )
         state = RunState(step, dict(counts), self._identity)
         self._upload = self._pool.submit(self._commit, Place(step, self._attempt), state, weights, moments)
@@ -166,7 +166,10 @@ class Checkpoints:
             paths = {_WEIGHTS: Path(temporary, _WEIGHTS), _MOMENTS: Path(temporary, _MOMENTS)}
             save_file(weights, paths[_WEIGHTS])
             save_file(moments, paths[_MOMENTS])
-            files = {**paths, _STATE: orjson.dumps(asdict(state), option=orjson.OPT_INDENT_2)}
+            files: dict[str, Path | bytes] = {
+                **paths,
+                _STATE: orjson.dumps(asdict(state), option=orjson.OPT_INDENT_2),
+            }
             self._check_fence()
             write_commit(self._store, folder, files, {"step": place.step, "attempt": place.attempt})
         try:
@@ -187,12 +190,13 @@ class Checkpoints:
         """Point LATEST at a checkpoint, or (None) only put this attempt's number on it."""
         key = layout.latest(self._run)
         while True:
+            latest: dict[str, Any] = {"attempt": -1, "step": None, "folder": None}
+            tag: str | None = None
             try:
-                data, etag = self._store.read(key)
+                data, tag = self._store.read(key)
+                latest = orjson.loads(data)
             except NotFound:
-                latest, tag = {"attempt": -1, "step": None, "folder": None}, None
-            else:
-                latest, tag = orjson.loads(data), etag
+                pass
             if latest["attempt"] > self._attempt:
                 raise self._superseded(latest["attempt"])
             wanted = {**latest, "attempt": self._attempt}

@@ -17,10 +17,12 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from dflash.errors import TemporaryError
 
@@ -30,6 +32,7 @@ _BEAT_SECONDS = 1.0
 LOST_SECONDS = 30.0
 """A peer whose heartbeat stands still this long is lost. Long, since loading may hold a process up."""
 _LEFT = b"left"
+_STOPPING = b"stopping"
 
 
 class Group:
@@ -54,16 +57,17 @@ class Group:
         """
         self.rank, self.world = rank, world
         self._stop = threading.Event()
+        self._announced = False
         if world == 1:
             return
         host, _, port = rendezvous.rpartition(":")
         try:
-            self._store = dist.TCPStore(
+            self._store = TCPStore(
                 host, int(port), world, is_master=rank == 0, timeout=timedelta(seconds=join_seconds)
             )
             self._process_group = _process_group(
                 backend,
-                dist.PrefixStore("group", self._store),
+                PrefixStore("group", self._store),
                 rank,
                 world,
                 host=host,
@@ -93,13 +97,13 @@ class Group:
     def sum(self, tensor: Tensor) -> None:
         """Add up a tensor over all ranks, in place; every rank gets the same bits."""
         if self.world > 1:
-            self._collective(lambda: self._process_group.allreduce([tensor]).wait(), "all-reduce")
+            self._collective(partial(self._process_group.allreduce, [tensor]), "all-reduce")
 
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Give every rank rank 0's values, in place."""
         if self.world > 1:
             for tensor in tensors:
-                self._collective(lambda t=tensor: self._process_group.broadcast([t]).wait(), "broadcast")
+                self._collective(partial(self._process_group.broadcast, [tensor]), "broadcast")
 
     def share(self, name: str, value: str | None, seconds: float) -> str:
         """Rank 0 gives `value`; every rank returns it. Each name is used once."""
@@ -120,6 +124,18 @@ class Group:
         if self._store.add(f"{name}/count", 1) == self.world:
             self._store.set(f"{name}/all", "1")
         self._wait(f"{name}/all", seconds)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a peer has said, a moment ago, that it wants to stop: no reason to wait for data any more.
+
+        Only a hint to come to the next collective, where the group decides.
+        """
+        return self.world > 1 and any(value.endswith(_STOPPING) for value in self._heard.values())
+
+    def announce_stop(self) -> None:
+        """Let the others know, at the next heartbeat, that this rank wants to stop."""
+        self._announced = True
 
     def leave(self, linger_seconds: float = 10.0) -> None:
         """Say that this rank's end is no loss. Rank 0 stays a moment, since it holds the store."""
@@ -145,9 +161,9 @@ class Group:
                 f"({_first_line(error)}); they are started again as the next attempt"
             ) from error
 
-    def _collective(self, run: Callable[[], object], what: str) -> None:
+    def _collective(self, start: Callable[[], Any], what: str) -> None:
         try:
-            run()
+            start().wait()
         except RuntimeError as error:
             raise TemporaryError(
                 f"rank {self.rank} lost another drafter in an {what} ({_first_line(error)}); "
@@ -155,13 +171,14 @@ class Group:
             ) from error
 
     def _exchange(self) -> None:
-        """Count our heartbeat and read the others', once a second. A store that hangs holds only this thread."""
+        """Count our heartbeat and read the others' once a second. A store that hangs holds up only this."""
         others = [_beat_key(rank) for rank in self._others]
         beat = 0
         while not self._stop.wait(_BEAT_SECONDS):
             beat += 1
             try:
-                self._beats.set(_beat_key(self.rank), str(beat))
+                wish = _STOPPING.decode() if self._announced else ""
+                self._beats.set(_beat_key(self.rank), f"{beat} {wish}")
                 # Those that have not started their watch are left out: joining has a deadline of its own.
                 if self._beats.check(others):
                     self._heard = dict(zip(self._others, self._beats.multi_get(others), strict=True))
@@ -190,9 +207,7 @@ class Group:
                     return
 
 
-def _process_group(
-    backend: str, store: dist.Store, rank: int, world: int, *, host: str, seconds: float
-) -> dist.ProcessGroup:
+def _process_group(backend: str, store: Store, rank: int, world: int, *, host: str, seconds: float) -> Any:
     """A process group that is not torch's global default: the channel has groups of its own."""
     timeout = timedelta(seconds=seconds)
     if backend == "nccl":
@@ -203,7 +218,7 @@ def _process_group(
         return ProcessGroupNCCL(store, rank, world, nccl)
     from torch.distributed import ProcessGroupGloo
 
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     # Where rank 0 is met on the loopback, all ranks are here: the host's own name need not resolve.
     local = host in ("127.0.0.1", "localhost", "::1")

@@ -55,7 +55,7 @@ class FlatOptimizer:
             master.copy_(parameter.detach())
             parameter.data = master.to(dtype)
             parameter.grad = None
-            parameter.register_post_accumulate_grad_hook(_adder(gradient))
+            parameter.register_post_accumulate_grad_hook(_adder(gradient))  # type: ignore[no-untyped-call]
 
         matrix, vector = nn.Parameter(self.masters[:matrices]), nn.Parameter(self.masters[matrices:])
         self._slices = [(matrix, self.gradient[:matrices]), (vector, self.gradient[matrices:])]
@@ -102,8 +102,8 @@ class FlatOptimizer:
             master.grad = gradient
         # The fused kernel divides by grad_scale and leaves everything alone where found_inf is 1: the
         # scaling, the clipping and the decision to skip cost no pass over memory and no device sync.
-        self._adam.grad_scale = torch.where(usable, 1.0 / factor, 1.0)
-        self._adam.found_inf = skipped
+        self._adam.grad_scale = torch.where(usable, 1.0 / factor, 1.0)  # type: ignore[attr-defined]
+        self._adam.found_inf = skipped  # type: ignore[attr-defined]
         self._adam.step()
         self.refresh()
         return norm, skipped
@@ -130,7 +130,7 @@ class FlatOptimizer:
 
     def moments_on_host(self) -> dict[str, Tensor]:
         """Adam's moments by `exp_avg.<name>` and `exp_avg_sq.<name>`, and its `step`, in host memory."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for key in ("exp_avg", "exp_avg_sq"):
             flat = torch.cat([self._adam.state[master][key].detach().cpu() for master, _ in self._slices])
             tensors |= {f"{key}.{name}": view for name, view in self._named(flat).items()}
@@ -139,7 +139,7 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
-        """Put back what `weights_on_host` and `moments_on_host` gave. Errors: KeyError, ValueError on shapes."""
+        """Put back what the two methods above gave; KeyError or ValueError where it does not fit."""
         self._fill(self.masters, weights, "")
         for key in ("exp_avg", "exp_avg_sq"):
             flat = torch.empty_like(self.masters)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dflash.channel.interface import ClientStats
+from dflash.channel.verdict import judge
 from dflash.objective.step import StepSums
 from dflash.progress import Progress
 from dflash.resource.training import Training
@@ -39,8 +40,33 @@ class Run:
     interval_seconds: float
 
 
+@dataclass
+class _Waits:
+    """How long each side waited, over all intervals of an attempt."""
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    idle_seconds: float = 0.0
+    idle: float = 0.0
+
+    def add(self, seconds: float, wait_share: float, idle_share: float | None) -> None:
+        self.seconds += seconds
+        self.waited += wait_share * seconds
+        if idle_share is not None:
+            self.idle_seconds += seconds
+            self.idle += idle_share * seconds
+
+    @property
+    def wait_share(self) -> float | None:
+        return self.waited / self.seconds if self.seconds else None
+
+    @property
+    def idle_share(self) -> float | None:
+        return self.idle / self.idle_seconds if self.idle_seconds else None
+
+
 class Reporter:
-    """Called after every step. `counts` are totals over all attempts; `progress` is always ready to be shown."""
+    """Called after every step. `counts` are totals over all attempts; `progress` can be shown any time."""
 
     def __init__(
         self,
@@ -63,6 +89,7 @@ class Reporter:
         self._before = channel()
         self._saved_step, self._saved_at = step, time.monotonic()
         self._alarmed: set[str] = set()
+        self._whole = _Waits()
         self._progress = Progress(
             stage="training",
             message="starting",
@@ -127,6 +154,7 @@ class Reporter:
         self._tracker.log(trainer.step, metrics)
         self.metrics = metrics
         self._alarm(trainer.step)
+        self._whole.add(seconds, metrics["drafter/wait_share"], metrics.get("target/idle_share"))
         rate = steps / seconds
         figures: dict[str, float | str] = {
             name: metrics[f"train/{name}"] for name in _SHOWN if f"train/{name}" in metrics
@@ -139,6 +167,12 @@ class Reporter:
         }
         if "target/idle_share" in metrics:
             figures["target_idle_share"] = metrics["target/idle_share"]
+        figures["verdict"] = judge(
+            int(metrics["target/live"]),
+            self._run.world,
+            metrics.get("target/idle_share"),
+            metrics["drafter/wait_share"],
+        ).sentence
         self._progress = self._progress.model_copy(
             update={
                 "rate": rate,
@@ -156,6 +190,14 @@ class Reporter:
         )
         self._sums, self._interval = None, Counter()
         self._began, self._first_step = now, trainer.step
+
+    def conclude(self) -> str:
+        """The verdict over this attempt as a whole, also noted among the metrics."""
+        targets = int(self.metrics.get("target/live", 0))
+        verdict = judge(targets, self._run.world, self._whole.idle_share, self._whole.wait_share).sentence
+        log.info("%s", verdict)
+        self._tracker.event(verdict)
+        return verdict
 
     def say(self, message: str) -> None:
         """Show what is done now."""

@@ -151,7 +151,12 @@ class _Rank:
         self._stack.callback(feed.close)
         reporter = None
         if self._first:
-            reporter = self._reporter(checkpoints, learner.optimizer, client, order, step, counts)
+            run = Run(training, order.steps, part.attempt, part.world, self._spec.tracking.interval_seconds)
+            tracker = self._tracker(step)
+            reporter = Reporter(
+                run, tracker, checkpoints, learner.optimizer, client.stats, step=step, counts=counts
+            )
+            self._stack.callback(Heartbeat(self._store, part.run, reporter.progress).stop)
         trainer = Trainer(
             training,
             learner,
@@ -175,7 +180,13 @@ class _Rank:
         self._control.commit_begins()
         if outcome is Outcome.STOPPED:
             self._stopped(trainer, group, checkpoints, reporter)
-        self._done(trainer, group, checkpoints, reporter, plan, learner.drafter, client)
+        if reporter is not None:
+            reporter.report(trainer)
+            reporter.say("exporting")
+            reporter.save(trainer)
+            checkpoints.finish()
+            self._export(plan, learner.drafter, reporter, trainer.step)
+        group.barrier("exported", _EXPORT_SECONDS)
         _bounded(group.leave, "leaving the group")
 
     def _join(self, device: torch.device) -> Group:
@@ -254,39 +265,19 @@ class _Rank:
         self._stack.callback(lambda: _bounded(client.close, "closing the channel"))
         return client
 
-    def _reporter(
-        self,
-        checkpoints: Checkpoints,
-        optimizer: FlatOptimizer,
-        client: HiddenStateClient,
-        order: Order,
-        step: int,
-        counts: Mapping[str, float],
-    ) -> Reporter:
+    def _tracker(self, step: int) -> Tracker:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-metrics-"))
-        tracker = self._stack.enter_context(
-            Tracker.open(
-                self._spec.tracking,
-                name=self._resource.metadata.name,
-                run_hash=self._part.run,
-                config=self._spec.model_dump(mode="json", by_alias=True),
-                folder=Path(folder),
-                store=self._store,
-                attempt=self._part.attempt,
-                step=step,
-            )
-        )
-        run = Run(
-            training=self._training,
-            steps=order.steps,
+        tracker = Tracker.open(
+            self._spec.tracking,
+            name=self._resource.metadata.name,
+            run_hash=self._part.run,
+            config=self._spec.model_dump(mode="json", by_alias=True),
+            folder=Path(folder),
+            store=self._store,
             attempt=self._part.attempt,
-            world=self._part.world,
-            interval_seconds=self._spec.tracking.interval_seconds,
+            step=step,
         )
-        reporter = Reporter(run, tracker, checkpoints, optimizer, client.stats, step=step, counts=counts)
-        heartbeat = Heartbeat(self._store, self._part.run, reporter.progress)
-        self._stack.callback(heartbeat.stop)
-        return reporter
+        return self._stack.enter_context(tracker)
 
     def _stopped(
         self, trainer: Trainer, group: Group, checkpoints: Checkpoints, reporter: Reporter | None
@@ -299,24 +290,6 @@ class _Rank:
         group.barrier("stopped", _STOPPED_SECONDS)
         _bounded(group.leave, "leaving the group")
         raise Preempted(f"stopped after step {trainer.step}, with a checkpoint committed")
-
-    def _done(
-        self,
-        trainer: Trainer,
-        group: Group,
-        checkpoints: Checkpoints,
-        reporter: Reporter | None,
-        plan: Plan,
-        drafter: DFlashDrafter,
-        client: HiddenStateClient,
-    ) -> None:
-        if reporter is not None:
-            reporter.report(trainer)
-            reporter.say("exporting")
-            reporter.save(trainer)
-            checkpoints.finish()
-            self._export(plan, drafter, reporter, trainer.step)
-        group.barrier("exported", _EXPORT_SECONDS)
 
     def _export(self, plan: Plan, drafter: DFlashDrafter, reporter: Reporter, steps: int) -> None:
         """Write the drafter in the format that engines load, check what was written, commit it."""
@@ -337,6 +310,7 @@ class _Rank:
                     "steps": steps,
                     "counts": dict(reporter.counts),
                     "metrics": reporter.metrics,
+                    "verdict": reporter.conclude(),
                     "versions": own_versions(),
                 },
             )

@@ -42,8 +42,8 @@ class TrainingSet:
             longest = int((prompt + output).max()) if len(dataset) else 0
             raise ConfigurationError(
                 f"none of the dataset's {len(dataset)} samples has two consecutive answer tokens within "
-                f"training.maxLength {max_length} (the longest has {longest} tokens); raise training.maxLength or "
-                "look at what generation kept"
+                f"training.maxLength {max_length} (the longest has {longest}); raise training.maxLength "
+                "or look at what generation kept"
             )
         if self.left_out:
             log.warning(
@@ -63,6 +63,7 @@ class TrainingSet:
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             raise ConfigurationError(
                 f"sample {row.sample_id} has token id {int(ids.max())}, beyond the target's vocabulary of "
-                f"{self._vocab_size}; the dataset was made with another tokenizer, generate it again (spec.rerun)"
+                f"{self._vocab_size}; the dataset was made with another tokenizer, so generate it again "
+                "(spec.rerun)"
             )
         return TrainingSample(row.sample_id, ids, row.supervised[: self._max_length])

@@ -98,15 +98,17 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train to the end of the run, or until the group stops. Errors: the feed's, the group's."""
-        while self.step < self._order.steps:
+        while self.step < self._order.steps and not self.stopped:
             self._take_step()
-            if self._stopped:
-                return Outcome.STOPPED
-            self._after_step(self)
-            if self._stopped:  # learnt while it was looked at
-                return Outcome.STOPPED
+            if not self.stopped:
+                self._after_step(self)
         self.settle()
-        return Outcome.STOPPED if self._stopped else Outcome.DONE
+        return Outcome.STOPPED if self.stopped else Outcome.DONE
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the group has agreed to stop."""
+        return self._stopped
 
     def read_totals(self) -> tuple[StepSums, dict[str, float]]:
         """Sums of all steps since the last call, over all ranks; one transfer.
@@ -198,13 +200,16 @@ class Trainer:
         self._sums.count(self._learner.optimizer.sums, name).add_(amount)
 
     def _interrupted(self) -> bool:
-        """Whether to give up waiting: this rank was asked to end, or the group has agreed to stop."""
+        """Whether to give up waiting: this rank or another was asked to end, or the group has agreed to."""
         if self._undecided is not None and self._undecided.ready:
             self.settle()
-        return self._stopped or self._stop()
+        if self._stop():
+            self._group.announce_stop()
+            return True
+        return self._stopped or self._group.stopping
 
     def settle(self) -> None:
-        """Learn what the last step decided, so that `step` is certain. A step that was given up is not done."""
+        """Learn what the last step decided, so that `step` is certain: one that was given up is not done."""
         if self._undecided is None:
             return
         decision, self._undecided = self._undecided.read(), None
@@ -218,15 +223,14 @@ class Trainer:
             )
             if self._skipped_in_a_row >= MAX_SKIPPED:
                 raise DflashError(
-                    f"{MAX_SKIPPED} steps in a row, up to step {self.step}, had a loss or a gradient that is not "
-                    "finite; the last checkpoint is good: lower training.learningRate or training.clip and set "
-                    "spec.rerun"
+                    f"{MAX_SKIPPED} steps in a row, up to step {self.step}, had a loss or a gradient that is "
+                    "not finite; the last checkpoint is good: lower training.learningRate or training.clip"
                 )
         else:
             self._skipped_in_a_row = 0
 
     def _add_totals(self, sums: Tensor, skipped: Tensor, incomplete: Tensor) -> None:
-        """A skipped step counts in samples and tokens, but not in what was achieved; one given up in nothing."""
+        """A skipped step counts in samples and tokens, not in what was achieved; one given up in nothing."""
         done = incomplete == 0
         end = self._sums.objective
         weightless = (self._sums.step_sums(sums).weight == 0) & done
@@ -244,14 +248,14 @@ class _Reading:
         if values.device.type == "cuda":
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
         else:
             self._values = values
 
     @property
     def ready(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> Decision:
         if self._event is not None:

@@ -25,8 +25,8 @@ def check_versions(theirs: Mapping[str, str], whose: str) -> None:
     for name in _COMPARED:
         if theirs.get(name) != ours[name]:
             raise ConfigurationError(
-                f"{whose} has {name} {theirs.get(name)}, this process {ours[name]}; run all processes of a Drafter "
-                "from one image or environment"
+                f"{whose} has {name} {theirs.get(name)}, this process {ours[name]}; run all processes of a "
+                "Drafter from one image or environment"
             )
 
 

@@ -17,7 +17,7 @@ def synthetic_rows(
     prompt: tuple[int, int] = (4, 12),
     answer: tuple[int, int] = (20, 48),
 ) -> list[Row]:
-    """Rows with lengths drawn from [low, high); answers repeat a short pattern, so that there is something to learn."""
+    """Rows with lengths drawn from [low, high); an answer repeats a short pattern, which can be learnt."""
     generator = np.random.default_rng(seed)
     rows = []
     for index in range(count):

@@ -36,6 +36,10 @@ def start_function(body: Callable[..., Any], *arguments: Any) -> tuple[BaseProce
     return process, ours
 
 
+SLOW_CAPTURE = "TEST_CAPTURE_SECONDS"
+"""Seconds that a target takes longer for each batch, so that there is time to disturb a tiny run."""
+
+
 class JobProcess:
     """`python -m jobs.<name>` in all but its start-up time."""
 
@@ -77,7 +81,7 @@ class JobProcess:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait_for(self, text: str, seconds: float = 60.0) -> None:
-        """Wait until its log has `text`; an AssertionError with the log when it does not come or it ends first."""
+        """Wait until its log has `text`; AssertionError with the log if it does not come or ends first."""
         deadline = time.monotonic() + seconds
         while text not in self.said():
             if time.monotonic() > deadline or not self.running:
@@ -102,5 +106,19 @@ def _run_job(name: str, arguments: list[str], environment: dict[str, str], log: 
     import torch
 
     torch.set_num_threads(1)
+    if SLOW_CAPTURE in environment:
+        _slow_capture_down(float(environment[SLOW_CAPTURE]))
     module = __import__(f"jobs.{name}", fromlist=["main"])
     module.main()
+
+
+def _slow_capture_down(seconds: float) -> None:
+    from dflash.model.target import TargetModel
+
+    capture = TargetModel.capture
+
+    def slow(self: TargetModel, *arguments: Any) -> Any:
+        time.sleep(seconds)
+        return capture(self, *arguments)
+
+    TargetModel.capture = slow  # type: ignore[method-assign]

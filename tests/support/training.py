@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,14 +14,14 @@ from dflash.storage.commit import read_commit
 from dflash.storage.embedded import EmbeddedStore
 from dflash.storage.store import Store
 from tests.support.datasets import commit_synthetic_dataset
-from tests.support.processes import JobProcess, free_port
+from tests.support.processes import SLOW_CAPTURE, JobProcess, free_port
 from tests.support.tiny import save_tiny_target
 
 DATASET = "d" * 16
 
 
 class TrainingRun:
-    """Starts targets and drafters of one run, and reads what they committed. A context manager: all end with it."""
+    """Starts targets and drafters of one run, and reads what they committed. All end with its context."""
 
     def __init__(
         self,
@@ -80,9 +79,10 @@ class TrainingRun:
         for process in self._processes:
             process.kill()
 
-    def target(self, index: int = 0) -> JobProcess:
-        """Start a target."""
-        return self._start("target", f"target-{index}", [f"--index={index}"])
+    def target(self, index: int = 0, slow: float | None = None) -> JobProcess:
+        """Start a target, one that takes `slow` seconds longer for each batch."""
+        environment = {} if slow is None else {SLOW_CAPTURE: str(slow)}
+        return self._start("target", f"target-{index}", [f"--index={index}"], environment)
 
     def drafters(self, world: int = 1, attempt: int = 0) -> list[JobProcess]:
         """Start a group."""
@@ -141,9 +141,11 @@ class TrainingRun:
         assert commit is not None, "the run is not exported"
         return dict(commit.extra)
 
-    def _start(self, job: str, name: str, arguments: list[str]) -> JobProcess:
+    def _start(
+        self, job: str, name: str, arguments: list[str], environment: Mapping[str, str] | None = None
+    ) -> JobProcess:
         common = [f"--resource={self._resource}", f"--dataset={DATASET}", f"--run={self.run}"]
-        environment = {**self._environment, "OMP_NUM_THREADS": "1"}
+        environment = {**self._environment, "OMP_NUM_THREADS": "1", **(environment or {})}
         process = JobProcess(job, [*common, *arguments], environment, self._folder / f"{name}.log")
         self._processes.append(process)
         return process
