@@ -73,7 +73,7 @@ class ServerProcess:
     def __init__(self, target: Target, generation: Generation, context_length: int) -> None:
         if PYTHON not in os.environ and find_spec("sglang") is None:
             raise ConfigurationError(
-                "generation.engine is sglang, but sglang is not installed here: install dflash-suite[sglang], "
+                "generation.engine is sglang, but it is not installed here: install dflash-suite[sglang], "
                 f"set {PYTHON} to an interpreter that has it, or name running servers in generation.urls"
             )
         self._what = (target, generation, context_length)
@@ -87,7 +87,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     async def start(self) -> None:
-        """Launch and wait until it is ready. TemporaryError, with the log's end, when it dies or is too slow."""
+        """Launch and wait until it is ready. TemporaryError, with the log's end, when it dies or is slow."""
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = launch_command(*self._what, port)

@@ -288,8 +288,8 @@ def _completion(answer: Any, request: Request) -> Completion:
         )
     if prompt != len(request.prompt_ids):
         raise ConfigurationError(
-            f"sample {request.sample_id}: {len(request.prompt_ids)} prompt tokens were sent and the server saw "
-            f"{prompt}, so it changes prompts: remove the server argument that does"
+            f"sample {request.sample_id}: {len(request.prompt_ids)} prompt tokens were sent and the server "
+            f"saw {prompt}, so it changes prompts: remove the server argument that does"
         )
     return Completion(np.array(ids, np.int32), kind)
 

@@ -93,8 +93,8 @@ def _heavy(ids: Ids) -> tuple[float, float]:
     if grams < 2 * GRAM:
         return 0.0, 0.0
     hashes = _gram_hashes(ids)
-    # Counted in a table of four to eight places a gram, by the hash's upper bits. Two different grams that
-    # share a place only ever raise a count, and rarely: four of them would have to.
+    # Counted in a table of four to eight places a gram, by the hash's upper bits. Different grams that share
+    # a place by chance raise its count, but four of them seldom meet, far below the shares that matter.
     bits = grams.bit_length() + 2
     places = (hashes >> np.uint64(64 - bits)).astype(np.int64)
     counts = np.bincount(places, minlength=1 << bits)

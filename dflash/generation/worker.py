@@ -18,6 +18,7 @@ from dflash.data.render import Renderer
 from dflash.engines.engine import Engine
 from dflash.errors import ConfigurationError, Preempted
 from dflash.generation.answering import Answerer
+from dflash.generation.canary import check_engine
 from dflash.generation.committing import Committer
 from dflash.generation.gate import Judge, Tally
 from dflash.generation.job import Done, Job
@@ -55,6 +56,7 @@ class Worker:
         self._job = job
         self._prompts = prompts
         self._engine = engine
+        self._renderer = renderer
         self._answerer = Answerer(job, renderer, judge, engine, self.tally)
         self._committer = Committer(store, job.dataset, job.name, self.tally)
         self._meter = Meter()
@@ -85,7 +87,7 @@ class Worker:
         try:
             await self._unless_stopped(self._prepare())
             if self._share_before < self._share:
-                await self._unless_stopped(self._engine.start())
+                await self._unless_stopped(self._start_engine())
                 await self._generate()
         finally:
             await self._engine.close()
@@ -94,6 +96,10 @@ class Worker:
     async def _prepare(self) -> None:
         await asyncio.to_thread(self._survey)
         self._refuse_if(self.tally.refusal())
+
+    async def _start_engine(self) -> None:
+        await self._engine.start()
+        await check_engine(self._engine, self._renderer, self._job.max_tokens)
 
     async def _unless_stopped(self, work: Coroutine[None, None, None]) -> None:
         """Do something, but drop it when a request to stop comes."""

@@ -19,9 +19,9 @@ import orjson
 
 
 def fake_answer(prompt_ids: list[int], tokens: int) -> list[int]:
-    """`tokens` ids below 1,000 that depend on the prompt and do not loop; the last is the end of turn, 2."""
+    """`tokens` ids of the tiny tokenizer that follow from the prompt, without loops, and end the turn."""
     generator = random.Random(zlib.crc32(repr(prompt_ids).encode()))
-    return [generator.randrange(100, 1000) for _ in range(tokens - 1)] + [2]
+    return [generator.randrange(65, 250) for _ in range(tokens - 1)] + [258]
 
 
 @dataclass
@@ -107,19 +107,27 @@ class FakeSglang:
                 await asyncio.sleep(0.05)
             if b.delay:
                 await asyncio.sleep(b.delay)
-            output = b.answer(ids, b.tokens)
+            most = request["sampling_params"]["max_new_tokens"]
+            whole = b.answer(ids, b.tokens)
+            output = whole[:most]
             said = len(output)
             if b.lie(ids):
                 output = output[: said // 2]
-            return 200, {"text": "", "output_ids": output, "meta_info": _meta(len(ids), said)}
+            return 200, {
+                "text": "",
+                "output_ids": output,
+                "meta_info": _meta(len(ids), said, cut=said < len(whole)),
+            }
         finally:
             self.open_now -= 1
 
 
-def _meta(prompt: int, completion: int) -> dict[str, Any]:
+def _meta(prompt: int, completion: int, *, cut: bool = False) -> dict[str, Any]:
     return {
         "id": "fake",
-        "finish_reason": {"type": "stop", "matched": 2},
+        "finish_reason": {"type": "length", "length": completion}
+        if cut
+        else {"type": "stop", "matched": 258},
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "e2e_latency": 0.0,
