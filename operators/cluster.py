@@ -36,7 +36,7 @@ from operators.kube import (
 )
 from operators.observed import STAGE_OF, Child, Observed, Role, Stage
 from operators.plan import Plan, plan
-from operators.pods import ATTEMPT, DRAFTER, ROLE, children, gpus_of, group_of, is_finished
+from operators.pods import DRAFTER, ROLE, children, gpus_of, group_of, is_finished
 from operators.view import StoreView
 
 log = logging.getLogger(__name__)
@@ -115,6 +115,9 @@ class Cluster:
             self._tell_unreachable(item, str(error), now)
             raise
         decided = plan(seen)
+        for action in decided.actions:
+            if isinstance(action, Start) and action.role == "drafter":
+                self._require_alone(name, action)
         item = self._write_down(item, seen, decided, progress)
         owner = manifests.Owner(name, self._namespace, item["metadata"]["uid"])
         work = manifests.Work(drafter, seen.hashes.dataset, seen.hashes.drafter, seen.hashes.evaluation)
@@ -299,9 +302,6 @@ class Cluster:
 
     def _start(self, action: Start, owner: manifests.Owner, work: manifests.Work) -> None:
         name = names.group(owner.name, action.role, action.hash, action.attempt)
-        if action.role == "drafter" and not self._alone(action, owner):
-            # The next look comes with the change that ends the predecessor, or shortly.
-            raise _StillThereError(f"{name} waits for an earlier attempt's pods to end")
         log.info("starting %s", name, extra={"drafter": owner.name})
         self._kube.apply(SERVICES, self._namespace, manifests.service(action, owner))
         wanted = action.world if action.role in ("generate", "drafter") else max(action.indexes) + 1
@@ -327,22 +327,21 @@ class Cluster:
         elif int(known["spec"]["completions"]) < wanted and action.role == "target":
             self._resize(name, wanted)
 
-    def _alone(self, action: Start, owner: manifests.Owner) -> bool:
-        """No drafter of another attempt can be running. Asked of the API server, not of our copies."""
-        selector = f"{DRAFTER}={owner.name},{ROLE}=drafter"
-        alone = True
-        for job in self._kube.list(JOBS, self._namespace, selector)[0]:
-            other = (job["metadata"]["labels"][ATTEMPT] != str(action.attempt)) or group_of(job)[
-                1
-            ] != action.hash
-            if other and not is_finished(job):
+    def _require_alone(self, name: str, action: Start) -> None:
+        """No drafter of another attempt can be running: asked of the API server, not of our copies.
+
+        Before the attempt is written down, so that it is not spent on waiting.
+        """
+        selector = f"{DRAFTER}={name},{ROLE}=drafter"
+        pods = self._kube.list(PODS, self._namespace, selector)[0]
+        jobs = self._kube.list(JOBS, self._namespace, selector)[0]
+        mine = (action.hash, action.attempt)
+        for job in jobs:
+            if group_of(job)[1:] != mine and not is_finished(job):
                 self._kube.delete(JOBS, self._namespace, job["metadata"]["name"])
-                alone = False
-        for pod in self._kube.list(PODS, self._namespace, selector)[0]:
-            mine = group_of(pod)[1:] == (action.hash, action.attempt)
-            if not mine and pod.get("status", {}).get("phase") not in ("Succeeded", "Failed"):
-                alone = False
-        return alone
+        alive = [c for c in children(jobs, pods) if c.live and (c.hash, c.attempt) != mine]
+        if alive:
+            raise _StillThereError(f"attempt {action.attempt} waits for attempt {alive[0].attempt} to end")
 
     def _shrink(self, child: Child, owner: manifests.Owner) -> None:
         name = names.group(owner.name, child.role, child.hash, child.attempt)
