@@ -42,7 +42,9 @@ class BufferPool:
     def _find(self, size: int) -> NDArray[np.uint8] | None:
         """The smallest free block that is large enough, but not one twice as large."""
         with self._lock:
-            fitting = [i for i, block in enumerate(self._free) if size <= block.nbytes <= 2 * size + _ROUND_BYTES]
+            fitting = [
+                i for i, block in enumerate(self._free) if size <= block.nbytes <= 2 * size + _ROUND_BYTES
+            ]
             if not fitting:
                 return None
             return self._free.pop(min(fitting, key=lambda i: self._free[i].nbytes))

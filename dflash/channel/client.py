@@ -28,7 +28,6 @@ from zmq.utils.monitor import recv_monitor_message
 from dflash.channel import messages
 from dflash.channel.buffers import BufferPool
 from dflash.channel.interface import (
-    ChannelError,
     ClientStats,
     Identity,
     Member,
@@ -199,7 +198,7 @@ class HiddenStateClient:
         """`discovery` lists members, is polled in a thread of its own, and may fail for a while.
 
         `queue_depth` bounds the samples requested or ready. `device` is where the states are received
-        (a GPU with NCCL). A sample that was refused `max_refusals` times raises ChannelError. `address`
+        (a GPU with NCCL). A sample refused `max_refusals` times comes without states. `address`
         is this machine's for the tensors; by default the one that the route to the target starts from.
         """
         self._discovery = discovery
@@ -252,7 +251,7 @@ class HiddenStateClient:
         """Replies in the order of `requests`, which is read ahead in another thread.
 
         Raises TemporaryError when there is no live target for too long or a later attempt has taken
-        over, ChannelError when a sample cannot be had, and whatever `requests` raises. Streams may follow
+        over, and whatever `requests` raises. Streams may follow
         one another, each after the other's end; one that was left in the middle cannot be followed.
         """
         if self._streaming:
@@ -469,10 +468,12 @@ class HiddenStateClient:
         logger.warning("%s: sample %r: %s", link.member.name, request.sample_id, text)
         self._causes[text] += 1
         if self._scheduler.refuse(link.name, index, now):
-            raise ChannelError(
+            self._scheduler.give_up(index)
+            fault = (
                 f"sample {request.sample_id!r} was refused {self._scheduler.refusals(index)} times, last by "
                 f"{link.member.name}: {text}; look at the target's log, and at the sample's row"
             )
+            self._replies[index] = Reply(request, None, fault)
 
     # Links
 
@@ -714,7 +715,7 @@ class HiddenStateClient:
             return
         transfer = self._begin(tensors, batch)
         while True:
-            tensors.finish_receive(transfer.work)
+            tensors.finish(transfer.work)
             done, following = transfer, None
             if not link.inbox.empty():
                 if (batch := link.inbox.get()) is None:

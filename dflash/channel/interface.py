@@ -9,14 +9,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dflash.errors import DflashError
 from dflash.model.states import States
 
 Role = Literal["target", "drafter"]
-
-
-class ChannelError(DflashError):
-    """The channel cannot deliver a sample, and asking again gives the same answer."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +29,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """A request and its states: `taps` [T, K·D] and, when asked for, `final` [T, D]."""
+    """A request and its states: `taps` [T, K·D] and, when asked for, `final` [T, D].
+
+    `states` is None when every try for the sample was refused or spoilt; `fault` then says why.
+    """
 
     request: Request
-    states: States
+    states: States | None
+    fault: str = ""
 
 
 @dataclass(frozen=True)

@@ -95,20 +95,18 @@ class TensorLink:
         """Longest time one transfer may take from now on."""
         self._timeout = timedelta(seconds=seconds)
 
-    def send(self, flat: Tensor) -> None:
-        """Send a uint8 buffer; it may be reused on return. RuntimeError if the other side is gone."""
-        self._wait(self._group.send([flat], self._peer, 0))
+    def start_send(self, flat: Tensor) -> Work:
+        """Start to send a uint8 buffer, which must stay as it is until `finish`."""
+        work: Work = self._group.send([flat], self._peer, 0)
+        return work
 
     def start_receive(self, flat: Tensor) -> Work:
-        """Start to receive into a uint8 buffer; `finish_receive` waits for it."""
+        """Start to receive into a uint8 buffer."""
         work: Work = self._group.recv([flat], self._peer, 0)
         return work
 
-    def finish_receive(self, work: Work) -> None:
-        """Wait until the buffer is filled. RuntimeError if the other side is gone or hangs."""
-        self._wait(work)
-
-    def _wait(self, work: Work) -> None:
+    def finish(self, work: Work) -> None:
+        """Wait until a transfer is over. RuntimeError if the other side is gone or hangs."""
         work.wait(self._timeout)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

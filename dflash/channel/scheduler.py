@@ -141,6 +141,10 @@ class Scheduler:
         self._requeue(index)
         return False
 
+    def give_up(self, index: int) -> None:
+        """A sample that was refused too often is handed over without states, in its place of the order."""
+        self._ready.add(index)
+
     def take(self) -> list[int]:
         """Indexes that are ready and next in order; each is returned once."""
         taken = []

@@ -7,6 +7,7 @@ capture. A link has at most two batches that are not yet sent; with both full it
 slow or stuck drafter bounds its own memory and delays nobody.
 """
 
+import itertools
 import logging
 import queue
 import threading
@@ -20,7 +21,7 @@ import torch
 import zmq
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore, Work  # type: ignore[attr-defined]
 from zmq.auth.thread import ThreadAuthenticator
 
 from dflash.channel import messages
@@ -69,6 +70,14 @@ class _Job:
     items: list[messages.Item]
     states: list[States]
     captured: torch.cuda.Event | None
+
+
+@dataclass(frozen=True)
+class _Sending:
+    """A send that is under way, and the buffer it reads."""
+
+    work: Work
+    flat: Tensor
 
 
 @dataclass(eq=False)
@@ -338,38 +347,50 @@ class HiddenStateServer:
             self._drop(link, f"sending failed: {_first_line(error)}")
 
     def _send_jobs(self, link: _Link, tensors: TensorLink) -> None:
-        buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+        """Copy one batch into its buffer while the one before it is on the wire."""
+        buffers = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(_BUFFERS)]
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        number = 0
-        while (job := link.jobs.get()) is not None:
+        under_way: _Sending | None = None
+        for number in itertools.count():
+            if under_way is not None and link.jobs.empty():
+                self._finish(link, tensors, under_way)
+                under_way = None
+            job = link.jobs.get()
+            if job is None:
+                return
             size = flat_bytes(sum(item.length for item in job.items), self._identity)
-            if buffer.numel() < size:
-                buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            turn = number % _BUFFERS
+            if buffers[turn].numel() < size:
+                buffers[turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
             with torch.cuda.stream(stream):
                 if stream is not None and job.captured is not None:
                     stream.wait_event(job.captured)
-                self._send_job(link, tensors, job, number, buffer)
-            sent = len(job.items)
-            del job  # frees its states before waiting for the next
-            number += 1
-            with self._changed:
-                link.unsent -= 1
-                self._counts["bytes"] += size
-                self._changed.notify_all()
-            logger.debug("sent %d samples to %s", sent, link.label)
+                flat = pack(job.states, self._identity, number, buffers[turn])
+                if self._device.type == "cuda" and self._backend == "gloo":
+                    flat = flat.cpu()
+                if under_way is not None:
+                    self._finish(link, tensors, under_way)
+                under_way = self._begin(link, tensors, job.items, number, flat)
+            del job  # frees its states
 
-    def _send_job(self, link: _Link, tensors: TensorLink, job: _Job, number: int, buffer: Tensor) -> None:
-        flat = pack(job.states, self._identity, number, buffer)
-        if self._device.type == "cuda" and self._backend == "gloo":
-            flat = flat.cpu()
+    def _begin(
+        self, link: _Link, tensors: TensorLink, items: list[messages.Item], number: int, flat: Tensor
+    ) -> _Sending:
         due = self._checksum_every > 0 and number % self._checksum_every == 0
         crc = checksum(flat) if due else None
-        self._outbox.put((link.route, messages.Batch(number=number, items=job.items, checksum=crc)))
-        self._transmit(tensors, flat)
+        self._outbox.put((link.route, messages.Batch(number=number, items=items, checksum=crc)))
+        return _Sending(self._transmit(tensors, flat), flat)
 
-    def _transmit(self, tensors: TensorLink, flat: Tensor) -> None:
+    def _transmit(self, tensors: TensorLink, flat: Tensor) -> Work:
         """The one place where bytes leave; tests of faulty targets override it."""
-        tensors.send(flat)
+        return tensors.start_send(flat)
+
+    def _finish(self, link: _Link, tensors: TensorLink, sending: _Sending) -> None:
+        tensors.finish(sending.work)
+        with self._changed:
+            link.unsent -= 1
+            self._counts["bytes"] += sending.flat.numel()
+            self._changed.notify_all()
 
     # The control thread
 

@@ -25,15 +25,16 @@ def find_faults(batch: Sequence[States], identity: Identity) -> list[str | None]
     for index, flat_row in enumerate(_flat_rows(batch, identity)):
         doubtful[index] = doubtful[index] or flat_row
     return [
-        _find_fault(states, identity) if doubt else None for states, doubt in zip(batch, doubtful, strict=True)
+        _find_fault(states, identity) if doubt else None
+        for states, doubt in zip(batch, doubtful, strict=True)
     ]
 
 
 def _sums(batch: Sequence[States]) -> list[float]:
     """Per sample a number that is finite only if all its states are (and do not add up to 1e38)."""
-    totals = torch.stack(
-        [part.sum() for states in batch for part in _tensors(states)]
-    ).reshape(len(batch), -1)
+    totals = torch.stack([part.sum() for states in batch for part in _tensors(states)]).reshape(
+        len(batch), -1
+    )
     sums: list[float] = totals.float().sum(dim=1).tolist()
     return sums
 

@@ -31,7 +31,7 @@ def raw_receiver(port: int, size: int, commands, results) -> None:
     buffer = torch.zeros(size, dtype=torch.uint8)
     while (count := commands.recv()) is not None:
         for _ in range(count):
-            link.finish_receive(link.start_receive(buffer))
+            link.finish(link.start_receive(buffer))
         results.send(time.perf_counter())
 
 
@@ -55,7 +55,7 @@ class RawPair:
         began = time.perf_counter()
         self.commands.send(count)
         for _ in range(count):
-            self.link.send(self.buffer)
+            self.link.finish(self.link.start_send(self.buffer))
         return self.results.recv() - began
 
     def close(self) -> None:

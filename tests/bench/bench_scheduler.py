@@ -81,9 +81,7 @@ class Simulation:
         uneven = sum(max(step) for step in steps) / sum(sum(step) for step in steps)
         rate = sum(target.speed for target in self.targets.values())
         self.drafter_seconds_per_token = drafters_slower_by / rate / uneven
-        self.drafters = [
-            SimulatedDrafter(Scheduler(deadline=1e9, max_refusals=3)) for _ in range(DRAFTERS)
-        ]
+        self.drafters = [SimulatedDrafter(Scheduler(deadline=1e9, max_refusals=3)) for _ in range(DRAFTERS)]
         for drafter in self.drafters:
             for name in self.targets:
                 drafter.scheduler.join(name, CAPACITY)

@@ -64,7 +64,7 @@ def target_process(
     folder: Folder, index: int, make_capture, identity: Identity = WIDE, **options
 ) -> Iterator:
     """A target in a process of its own, listening."""
-    results, sender = FORKS.Pipe(duplex=False)
+    _, sender = FORKS.Pipe(duplex=False)
     process = FORKS.Process(
         target=serve, args=(folder.folder, index, make_capture, identity, options, sender), daemon=True
     )

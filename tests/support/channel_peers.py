@@ -86,7 +86,7 @@ class FaultyServer(HiddenStateServer):
             sent = flat[: len(flat) // 2]
         elif self.fault == "die mid-send" and self._counts["batches"] >= 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        super()._transmit(tensors, sent)
+        return super()._transmit(tensors, sent)
 
     def _send(self, router, route, message):
         if self.fault == "wrong length" and message.kind == "batch":

@@ -20,7 +20,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         self.tokens: list[int] = []
         self.held: dict[str, set[int]] = {}
         self.taken: list[int] = []
-        self.first_issue: set[int] = set()
+        self.refused: set[tuple[str, int]] = set()
+        self.delivered: set[int] = set()
 
     @rule(tokens=st.lists(st.integers(1, 60), min_size=1, max_size=10))
     def submit(self, tokens):
@@ -54,7 +55,9 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         self.held[name].remove(index)
         if refused:
             assert not self.scheduler.refuse(name, index, self.now)
+            self.refused.add((name, index))
         else:
+            self.delivered.add(index)
             assert self.scheduler.deliver(name, index, self.now)
             assert not self.scheduler.deliver(name, index, self.now)
         self.assign()
@@ -88,9 +91,11 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             assert tokens <= CAPACITY or len(held) == 1
 
     @invariant()
-    def an_idle_target_never_coexists_with_waiting_samples(self):
-        if self.scheduler.waiting:
-            assert all(self.held.values())
+    def a_target_is_idle_only_if_it_refused_all_that_waits(self):
+        outstanding = {index for held in self.held.values() for index in held}
+        waiting = set(range(len(self.tokens))) - outstanding - self.delivered
+        for name, held in self.held.items():
+            assert held or all((name, index) in self.refused for index in waiting)
 
     def teardown(self):
         """With one healthy target everything is delivered in the end."""
