@@ -91,28 +91,42 @@ def block_step(
     states = drafter(taps, inputs, batch.layout)
     hidden = states.index_select(0, batch.rows)
     correction = _correction(drafter, tables, batch, states)
-    chunks = plan_chunks(
-        batch.rows_host, batch.teacher_rows_host, drafter.shape.block_size, default_chunk_rows(tables.head)
-    )
-    losses = head_loss(
-        hidden.detach(),
-        tables.head,
-        batch.labels,
-        chunks,
-        _weigher(batch, objective, drafter.shape.block_size),
-        teacher=None
-        if batch.teacher is None
-        else Teacher(batch.teacher.to(hidden.dtype), batch.teacher_rows),
-        kl_weight=objective.kl_weight,
-        temperature=objective.kl_temperature,
-        correction=None if correction is None else Correction(*(part.detach() for part in correction)),
-    )
+    losses = row_losses(hidden, tables, batch, objective, drafter.shape.block_size, correction=correction)
     outputs, gradients = [hidden], [losses.gradient]
     if correction is not None and losses.features_gradient is not None and losses.table_gradient is not None:
         outputs += correction
         gradients += [losses.features_gradient, losses.table_gradient.to(correction[1].dtype)]
     torch.autograd.backward(outputs, gradients)
     return _sums(losses, batch, objective, drafter.shape.block_size)
+
+
+def row_losses(
+    hidden: Tensor,
+    tables: Tables,
+    batch: PackedBatch,
+    objective: Objective,
+    block_size: int,
+    *,
+    correction: tuple[Tensor, Tensor] | None = None,
+) -> RowLosses:
+    """Losses, weights and weighted gradients of a batch's supervised slots, hidden [R, D]."""
+    chunks = plan_chunks(
+        batch.rows_host, batch.teacher_rows_host, block_size, default_chunk_rows(tables.head)
+    )
+    teacher = None
+    if batch.teacher is not None:
+        teacher = Teacher(batch.teacher.to(hidden.dtype), batch.teacher_rows)
+    return head_loss(
+        hidden.detach(),
+        tables.head,
+        batch.labels,
+        chunks,
+        _weigher(batch, objective, block_size),
+        teacher=teacher,
+        kl_weight=objective.kl_weight,
+        temperature=objective.kl_temperature,
+        correction=None if correction is None else Correction(*(part.detach() for part in correction)),
+    )
 
 
 def _correction(
