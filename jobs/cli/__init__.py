@@ -17,7 +17,6 @@ from dflash.errors import DflashError, ExitCode
 _MOUNTED = {
     "dataset": "Look into a generated dataset.",
     "report": "Read evaluation reports.",
-    "plan-cost": "Estimate time, memory and cost before anything is paid for.",
 }
 
 app = typer.Typer(
@@ -69,6 +68,49 @@ def validate(
     from jobs.cli.validate import validate_file
 
     validate_file(file, static=static)
+
+
+@app.command()
+def plan(
+    file: File,
+    *,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Prompts. Default: counted in the file's own.")
+    ] = None,
+    tokens_per_prompt: Annotated[float | None, typer.Option(min=1, help="Mean length of a prompt.")] = None,
+    tokens_per_response: Annotated[
+        float | None, typer.Option(min=1, help="Mean length of an answer, thinking included.")
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option(help="A GPU and how many, as b200:7, or a JSON file with a profile.")
+    ] = "h100",
+    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for one hour.")] = None,
+    network: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Gbit/s of a pod. Default: all GPUs are in one node."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="The target's config.json, where target.model is not at hand.")
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="JSON file with measured rates, which replace estimates.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+) -> None:
+    """Estimate memory, time and cost before anything is paid for. Starts nothing, reads no weights."""
+    from jobs.cli.plan_cost import Flags, plan_file
+
+    flags = Flags(
+        prompts=prompts,
+        prompt_tokens=tokens_per_prompt,
+        response_tokens=tokens_per_response,
+        gpu=gpu,
+        price=price,
+        network=network,
+        config=config,
+        measured=measured,
+    )
+    plan_file(file, flags, as_json=as_json)
 
 
 @app.command()
