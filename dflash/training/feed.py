@@ -32,10 +32,10 @@ class Interrupted(Exception):  # noqa: N818 - not an error: the group is asked t
 
 @dataclass(frozen=True)
 class Fed:
-    """A sample to train on, and the epoch it is trained in."""
+    """A sample to train on; None when no target could give its states, and `fault` says why."""
 
-    sample: Sample
-    epoch: int
+    sample: Sample | None
+    fault: str = ""
 
 
 class Feed:
@@ -53,7 +53,7 @@ class Feed:
     ) -> None:
         self._stream, self._training_set, self._order = stream, training_set, order
         self._rank, self._world, self._first_step = rank, world, first_step
-        self._asked: deque[tuple[TrainingSample, int]] = deque()
+        self._asked: deque[TrainingSample] = deque()
         self._samples: queue.Queue[Fed | BaseException] = queue.Queue(_AHEAD)
         self._closed = threading.Event()
         self.wait_seconds = 0.0
@@ -85,10 +85,13 @@ class Feed:
     def _run(self) -> None:
         try:
             for reply in self._stream(self._requests()):
-                sample, epoch = self._asked.popleft()
-                ids = torch.from_numpy(sample.ids.astype("int64"))
-                supervised = torch.from_numpy(sample.supervised)
-                self._put(Fed(Sample(sample.sample_id, ids, supervised, reply.states), epoch))
+                sample = self._asked.popleft()
+                if reply.states is None:
+                    self._put(Fed(None, reply.fault))
+                else:
+                    ids = torch.from_numpy(sample.ids.astype("int64"))
+                    supervised = torch.from_numpy(sample.supervised)
+                    self._put(Fed(Sample(sample.sample_id, ids, supervised, reply.states)))
                 if self._closed.is_set():
                     return
             self._put(RuntimeError("the channel ended before the run did"))
@@ -103,7 +106,7 @@ class Feed:
                 if self._closed.is_set():
                     return
                 sample = self._training_set[place.sample]
-                self._asked.append((sample, place.epoch))
+                self._asked.append(sample)
                 yield Request(index, sample.sample_id, sample.ids)
                 index += 1
 

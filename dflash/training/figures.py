@@ -16,12 +16,14 @@ COUNTS = (
     "samples",
     "tokens",
     "unanchored_samples",
+    "lost_samples",
     "wait_seconds",
     "stop",
     "incomplete",
 )
 """Beside `StepSums`, per rank and step: samples and context tokens trained, samples without an anchor,
-seconds waited for states, whether this rank wants to stop, and whether it gave its part of the step up."""
+samples that no target could give states for, seconds waited for states, whether this rank wants to stop, and
+whether it gave its part of the step up."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dflash.channel.interface import ClientStats
 from dflash.channel.verdict import judge
+from dflash.errors import DflashError
 from dflash.objective.step import StepSums
 from dflash.progress import Progress
 from dflash.resource.training import Training
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _ALARM_SHARE = 0.01
 """Of steps or samples without any anchor: beyond it the data is not what was meant."""
+_LOST_SHARE, _LOST_LEAST = 0.01, 3
+"""Samples whose states no target could give: so many are left out, and more end the run."""
 _SHOWN = ("loss", "accuracy", "acceptance_length", "streak")
 
 
@@ -150,6 +153,7 @@ class Reporter:
             "progress/samples": self.counts["samples"],
             "progress/skipped_steps": self.counts["skipped"],
             "progress/steps_without_anchor": self.counts["weightless"],
+            "progress/lost_samples": self.counts["lost_samples"],
         }
         self._tracker.log(trainer.step, metrics)
         self.metrics = metrics
@@ -208,6 +212,13 @@ class Reporter:
         self._sums = sums if self._sums is None else self._sums + sums
         self._interval.update(counts)
         self.counts.update({name: counts[name] for name in counts if name not in ("stop", "incomplete")})
+        lost, trained = self.counts["lost_samples"], self.counts["samples"]
+        if counts["lost_samples"] and lost > max(_LOST_LEAST, _LOST_SHARE * trained):
+            causes = "; ".join(f"{text} ({n})" for text, n in Counter(self._channel().causes).most_common(3))
+            raise DflashError(
+                f"no target could give the hidden states of {lost:.0f} samples, {trained:.0f} were trained; "
+                f"causes seen by rank 0: {causes or 'none'}; look at the targets' logs"
+            )
 
     def _schedule(self, step: int) -> dict[str, float]:
         last = max(0, step - 1)

@@ -165,7 +165,11 @@ class Trainer:
         tokens = 0
         places = self._order.step(self.step, self._group.rank, self._group.world)
         for place in places:
-            sample = self._feed.take(self._interrupted).sample
+            fed = self._feed.take(self._interrupted)
+            if (sample := fed.sample) is None:
+                self._count("lost_samples", 1)
+                log.error("not trained: %s", fed.fault)
+                continue
             if pending and tokens + len(sample.ids) > self._training.micro_batch_tokens:
                 self._train(pending, place.epoch)
                 pending, tokens = [], 0

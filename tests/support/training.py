@@ -13,6 +13,7 @@ from dflash import layout
 from dflash.storage.commit import read_commit
 from dflash.storage.embedded import EmbeddedStore
 from dflash.storage.store import Store
+from dflash.tracking.jsonl import read_rows
 from tests.support.datasets import commit_synthetic_dataset
 from tests.support.processes import SLOW_CAPTURE, JobProcess, free_port
 from tests.support.tiny import save_tiny_target
@@ -32,7 +33,9 @@ class TrainingRun:
         samples: int = 24,
         run: str = "a" * 16,
         training: Mapping[str, Any] | None = None,
+        drafter: Mapping[str, Any] | None = None,
         target: Path | None = None,
+        interval: float = 0.5,
     ) -> None:
         self.store, self.run = store, run
         self._folder, self._environment = folder, server.environment
@@ -50,7 +53,13 @@ class TrainingRun:
                 "target": {"model": str(target), "dtype": "float32"},
                 "prompts": {"uri": str(folder / "unused.jsonl")},
                 "storage": {"uri": location.uri, "endpoint": location.endpoint, "region": location.region},
-                "drafter": {"layers": 1, "blockSize": 4, "taps": [1, 3], "slidingWindow": None},
+                "drafter": {
+                    "layers": 1,
+                    "blockSize": 4,
+                    "taps": [1, 3],
+                    "slidingWindow": 0,
+                    **(drafter or {}),
+                },
                 "training": {
                     "epochs": 2,
                     "batchSize": 4,
@@ -66,11 +75,11 @@ class TrainingRun:
                     "checkpoint": {"everySteps": 4},
                     **(training or {}),
                 },
-                "tracking": {"intervalSeconds": 0.5, "wandb": {"enabled": False}},
+                "tracking": {"intervalSeconds": interval, "wandb": {"enabled": False}},
             },
         }
-        self._resource = folder / "drafter.json"
-        self._resource.write_text(json.dumps(resource))
+        self.resource_file = folder / "drafter.json"
+        self.resource_file.write_text(json.dumps(resource))
 
     def __enter__(self) -> Self:
         return self
@@ -135,6 +144,11 @@ class TrainingRun:
         folder = self.checkpoints()[-1]
         return load(self.store.get(layout.drafter(self.run, f"checkpoints/{folder}/weights.safetensors")))
 
+    def losses(self) -> dict[int, float]:
+        """Loss by step, as far as metrics.jsonl has rows; every step has one when `interval` is tiny."""
+        rows = read_rows(self.store.get(layout.drafter(self.run, "metrics.jsonl")))
+        return {row["global_step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
     def summary(self) -> dict[str, Any]:
         """What the export says of the training."""
         commit = read_commit(self.store, layout.export(self.run))
@@ -144,7 +158,7 @@ class TrainingRun:
     def _start(
         self, job: str, name: str, arguments: list[str], environment: Mapping[str, str] | None = None
     ) -> JobProcess:
-        common = [f"--resource={self._resource}", f"--dataset={DATASET}", f"--run={self.run}"]
+        common = [f"--resource={self.resource_file}", f"--dataset={DATASET}", f"--run={self.run}"]
         environment = {**self._environment, "OMP_NUM_THREADS": "1", **(environment or {})}
         process = JobProcess(job, [*common, *arguments], environment, self._folder / f"{name}.log")
         self._processes.append(process)
