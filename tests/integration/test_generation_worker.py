@@ -99,7 +99,7 @@ def test_a_prompt_that_did_not_finish_in_order_is_asked_again(store: Store, tmp_
 
 def bytes_of(text: bytes) -> str:
     """How a text's ids read in a list, with the tiny tokenizer."""
-    from tests.support.tiny import tiny_tokenizer
+    from tests.support.tiny_tokenizer import tiny_tokenizer
 
     return ",".join(str(token) for token in tiny_tokenizer().encode(text.decode()))
 
@@ -259,7 +259,7 @@ def test_each_turn_is_a_sample_that_sees_the_answers_before_it(store: Store, tmp
         manifest = run(make_worker(store, prompts, urls=[fake.url], gate=Gate(min_supervised_tokens=4)))
     assert (manifest.samples, manifest.prompts.kept) == (3, 1)
     assert manifest.output_tokens == sum(part.output_tokens for part in manifest.parts)
-    from tests.support.tiny import tiny_tokenizer
+    from tests.support.tiny_tokenizer import tiny_tokenizer
 
     with Dataset.open(store, "d") as data:
         texts = [tiny_tokenizer().decode(data.fetch(n).prompt_ids) for n in range(3)]
@@ -270,7 +270,7 @@ def test_each_turn_is_a_sample_that_sees_the_answers_before_it(store: Store, tmp
 
 
 def ids_of(text: str, number: int) -> list[int]:
-    from tests.support.tiny import tiny_tokenizer
+    from tests.support.tiny_tokenizer import tiny_tokenizer
 
     return tiny_tokenizer().encode(f"{text}{number}")
 

@@ -23,7 +23,7 @@ from dflash.resource.generation import Gate, Generation
 from dflash.storage.location import StoreLocation
 from dflash.storage.store import Store
 from tests.support.fake_engine import fake_answer
-from tests.support.tiny import tiny_tokenizer
+from tests.support.tiny_tokenizer import tiny_tokenizer
 
 PATIENCE = Patience(answer=5.0, progress=5.0, absence=20.0)
 

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -26,27 +24,11 @@ from dflash.model.shape import DraftShape
 from dflash.model.states import States
 from dflash.model.target import Tables
 from dflash.objective.batch import Sample
+from tests.support.tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
 Family = Literal["llama", "qwen3", "qwen3_moe", "qwen3_5"]
 FAMILIES: tuple[Family, ...] = ("llama", "qwen3", "qwen3_moe", "qwen3_5")
-SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|unused|>")
 VOCABULARY = 320
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Byte-level, without merges: 256 tokens and the special ones; 262 in all."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIALS))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
-    )
 
 
 def save_tiny_target(

@@ -8,7 +8,7 @@ import pytest
 
 from dflash.data.prompts import turns_to_produce
 from dflash.data.render import Renderer, UnrenderableError
-from tests.support.tiny import SPECIALS, tiny_tokenizer
+from tests.support.tiny_tokenizer import SPECIALS, tiny_tokenizer
 
 # As Qwen3's template: thinking of earlier turns is removed, that after the last question stays, and
 # without thinking the prompt holds an empty think block.

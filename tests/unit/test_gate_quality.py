@@ -6,7 +6,7 @@ import pytest
 from dflash.data.render import Renderer, Thinking
 from dflash.generation.gate import Answer, Judge, Limits, Tally
 from dflash.resource.generation import Gate
-from tests.support.tiny import tiny_tokenizer
+from tests.support.tiny_tokenizer import tiny_tokenizer
 
 LIMITS = Limits.of(Gate(), block_size=16)
 TOKENIZER = tiny_tokenizer()
