@@ -144,7 +144,10 @@ def histogram(accepted: Iterable[Sequence[int]], block_size: int) -> list[int]:
 def slices(
     answers: Sequence[Answer], questions: dict[str, Question], block_size: int
 ) -> dict[str, dict[str, Slice]]:
-    """Acceptance by prompt set, group, language, thinking, prompt length, and position in the output."""
+    """Acceptance by prompt set, group, language, thinking, prompt length, and position in the output.
+
+    Positions only where the engine tells verifications in order.
+    """
     keys: dict[str, Callable[[Answer], str]] = {
         "prompt_set": lambda a: questions[a.sample_id].prompt_set,
         "group": lambda a: questions[a.sample_id].group,
@@ -159,6 +162,8 @@ def slices(
             parts.setdefault(key(answer), []).append((answer.emitted, answer.accepted))
         parts.pop("", None)
         found[name] = {value: _slice(part, block_size) for value, part in sorted(parts.items(), key=_order)}
+    if not all(answer.ordered for answer in answers):
+        return found
     found["output_position"] = _by_position(answers, block_size, lambda _: 0, _POSITIONS)
     found["context_length"] = _by_position(
         answers, block_size, lambda a: len(questions[a.sample_id].prompt_ids), _PROMPT_LENGTHS

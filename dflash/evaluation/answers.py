@@ -11,6 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 NONE = "none"
 """The contender without speculation, which the others are compared with."""
+DFLASH = "dflash"
+"""The drafter."""
+MTP = "mtp"
+"""The target's own multi-token prediction."""
 
 
 class Question(BaseModel):
@@ -41,6 +45,7 @@ class Answer(BaseModel):
     tokens: list[int] = Field(description="Token ids emitted, the end token included.")
     accepted: list[int] = Field(description="Drafts accepted and emitted, per verification.")
     emitted: list[int] = Field(description="Tokens emitted per verification, bonus included.")
+    ordered: bool = Field(True, description="Whether verifications are in the order they were made.")
     finish_reason: str = Field(description="stop or length.")
     prefill_seconds: float = Field(0.0, description="Until the first token.")
     decode_seconds: float = Field(0.0, description="From the first token to the last.")

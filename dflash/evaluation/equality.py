@@ -9,7 +9,7 @@ text.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,8 +31,10 @@ class Difference(BaseModel):
     position: int = Field(description="First differing token, 0-based, in the output.")
     plain_token: int = Field(description="Token of plain decoding; -1 when it had ended.")
     other_token: int = Field(description="Token of the contender; -1 when it had ended.")
-    margin: float = Field(description="Target's logit of plain_token minus that of other_token, absolute.")
-    steps: float = Field(description="The margin in steps of the compute type.")
+    margin: float | None = Field(
+        description="Distance between both tokens' logits, and to the best. null when one had ended."
+    )
+    steps: float | None = Field(description="The margin in steps of the compute type.")
     kind: Kind = Field(description="near_tie when within rounding, else divergence.")
 
 
@@ -63,6 +65,14 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     return None if len(plain) == len(other) else min(len(plain), len(other))
 
 
+class Scores(NamedTuple):
+    """The target's logits of two tokens, and of its best one."""
+
+    plain: float
+    other: float
+    best: float
+
+
 def compare(
     *,
     sample_id: str,
@@ -71,41 +81,34 @@ def compare(
     plain: Sequence[int],
     other: Sequence[int],
     dtype: str,
-    logits_after: Callable[[Sequence[int]], Sequence[float]],
+    scores: Callable[[list[int], int, int], Scores],
 ) -> Difference | None:
     """The first difference of two answers, judged; None when there is none.
 
-    `logits_after` gives the target's logits [V] after a text. An answer that only ends earlier is a
-    divergence: with equal tokens before, the ends are equal too.
+    `scores` gives the target's logits after a text, for two tokens. An answer that only ends earlier is
+    a divergence: with equal tokens before, the ends are equal too.
     """
     position = first_difference(plain, other)
     if position is None:
         return None
-    if position == min(len(plain), len(other)):
-        return Difference(
-            sample_id=sample_id,
-            contender=contender,
-            position=position,
-            plain_token=plain[position] if position < len(plain) else -1,
-            other_token=other[position] if position < len(other) else -1,
-            margin=math.inf,
-            steps=math.inf,
-            kind="divergence",
-        )
-    logits = logits_after([*prompt, *plain[:position]])
-    mine, theirs = float(logits[plain[position]]), float(logits[other[position]])
-    # Both must be among the best: two poor tokens with like logits are no tie.
-    margin = max(abs(mine - theirs), float(max(logits)) - min(mine, theirs))
-    steps = margin / step(max(abs(mine), abs(theirs)), dtype)
+    mine = plain[position] if position < len(plain) else -1
+    theirs = other[position] if position < len(other) else -1
+    margin: float | None = None
+    steps: float | None = None
+    if mine >= 0 and theirs >= 0:
+        found = scores([*prompt, *plain[:position]], mine, theirs)
+        # Both must be among the best: two poor tokens with like logits are no tie.
+        margin = max(abs(found.plain - found.other), found.best - min(found.plain, found.other))
+        steps = margin / step(max(abs(found.plain), abs(found.other)), dtype)
     return Difference(
         sample_id=sample_id,
         contender=contender,
         position=position,
-        plain_token=plain[position],
-        other_token=other[position],
+        plain_token=mine,
+        other_token=theirs,
         margin=margin,
         steps=steps,
-        kind="near_tie" if steps <= NEAR_TIE_STEPS[dtype] else "divergence",
+        kind="near_tie" if steps is not None and steps <= NEAR_TIE_STEPS[dtype] else "divergence",
     )
 
 

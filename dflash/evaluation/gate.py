@@ -5,6 +5,7 @@ A failed gate is a result, not an error: the stage is done and the drafter is no
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dflash import layout
 from dflash.errors import TemporaryError
+from dflash.evaluation.acceptance import Slice
 from dflash.resource.evaluation import EvaluationGate
 
 if TYPE_CHECKING:
@@ -95,6 +97,37 @@ def _advice(gate: EvaluationGate, evidence: Evidence) -> str:
     return (
         "Drafts are accepted but time is not saved: see the roofline; try fewer layers or less concurrency."
     )
+
+
+_GAP = 0.5
+_GAP_VERIFICATIONS = 100
+
+
+def largest_gap(slices: Mapping[str, Mapping[str, Slice]]) -> str:
+    """A sentence when one kind of prompt accepts less than half the drafts of another; else "".
+
+    A drafter trained in one language or thinking mode does poorly in another: data, not training, is
+    what is missing then.
+    """
+    worst, sentence = _GAP, ""
+    for kind in ("thinking", "language", "prompt_set", "group"):
+        parts = {
+            value: part.length
+            for value, part in slices.get(kind, {}).items()
+            if part.length.verifications >= _GAP_VERIFICATIONS
+        }
+        if len(parts) < 2:
+            continue
+        low = min(parts, key=lambda v: parts[v].pooled)
+        high = max(parts, key=lambda v: parts[v].pooled)
+        ratio = parts[low].pooled_drafts_only / max(parts[high].pooled_drafts_only, 1e-9)
+        if ratio < worst:
+            worst = ratio
+            sentence = (
+                f"Acceptance is {parts[low].pooled:.2f} for {kind} {low} and {parts[high].pooled:.2f} for "
+                f"{high}: add training prompts of {kind} {low}, in the mode that is served."
+            )
+    return sentence
 
 
 def promote(

@@ -8,7 +8,6 @@ import json
 import logging
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from torch import nn
 
 from dflash.errors import ConfigurationError
 from dflash.evaluation import roofline
-from dflash.evaluation.answers import NONE, Answer, Question
-from dflash.evaluation.equality import Equality, compare, summarise
+from dflash.evaluation.answers import DFLASH, NONE, Answer, Question
+from dflash.evaluation.equality import Equality, Scores, compare, summarise
 from dflash.evaluation.ledger import Ledger
 from dflash.evaluation.roofline import Roofline
 from dflash.evaluation.speculative import Decoder
@@ -32,7 +31,6 @@ from dflash.resource.target import Target
 
 log = logging.getLogger(__name__)
 
-DFLASH = "dflash"
 _WARM_UP_TOKENS = 16
 
 
@@ -121,11 +119,15 @@ class InProcess:
                 plain=plain.tokens,
                 other=other.tokens,
                 dtype=self._spec.dtype,
-                logits_after=lambda ids: self.decoder.logits(ids).tolist(),
+                scores=self._scores,
             )
             if difference is not None:
                 differences.append(difference)
         return summarise(len(questions), differences)
+
+    def _scores(self, ids: list[int], plain: int, other: int) -> Scores:
+        logits = self.decoder.logits(ids)
+        return Scores(float(logits[plain]), float(logits[other]), float(logits.max()))
 
     def roofline(self, *, step_seconds: float, context: float, length: float, speedup: float) -> Roofline:
         """Plain decoding at a mean context of so many tokens, against this device's limits."""
@@ -148,18 +150,18 @@ class InProcess:
 
     def description(self) -> dict[str, Any]:
         """Engine, versions and device, for the report."""
-        cuda = self._device.type == "cuda"
         return {
             "name": "transformers",
             "dtype": self._spec.dtype,
-            "device": torch.cuda.get_device_name(self._device) if cuda else f"{platform.machine()} CPU",
+            "device": device_name(),
             "threads": torch.get_num_threads(),
             "versions": {name: version(name) for name in ("torch", "transformers")},
         }
 
-    def shape_description(self) -> dict[str, Any]:
-        """The drafter's resolved shape, for the report."""
-        return asdict(self.shape)
+
+def device_name() -> str:
+    """What this process computes on, for the report."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
 
 
 def _parameters(module: nn.Module) -> int:

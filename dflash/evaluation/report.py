@@ -224,7 +224,7 @@ def warnings(
 ) -> list[str]:
     """Signs that the figures do not mean what they seem to."""
     found = []
-    buckets = list(slices["context_length"].items())
+    buckets = list(slices.get("context_length", slices["prompt_length"]).items())
     for name, part in buckets[1:]:
         if part.length.pooled_drafts_only < 0.5 * buckets[0][1].length.pooled_drafts_only:
             found.append(

@@ -8,7 +8,7 @@ import torch
 
 from dflash.errors import ConfigurationError
 from dflash.evaluation.answers import Question
-from dflash.evaluation.equality import compare
+from dflash.evaluation.equality import Scores, compare
 from dflash.evaluation.speculative import Decoder, Sampler
 from dflash.model.drafter import DFlashDrafter
 from dflash.model.shape import DraftShape, resolve_shape
@@ -146,7 +146,7 @@ def test_a_difference_is_a_near_tie_or_a_divergence_by_the_targets_logits() -> N
     def judged(other: int, dtype: str):  # type: ignore[no-untyped-def]
         return compare(
             sample_id="q", contender="dflash", prompt=[1], plain=[7, 0, 5], other=[7, other, 5], dtype=dtype,
-            logits_after=lambda text: logits if text == [1, 7] else [],
+            scores=lambda text, a, b: Scores(logits[a], logits[b], max(logits)) if text == [1, 7] else None,
         )  # fmt: skip
 
     tie = judged(1, "bfloat16")
@@ -156,10 +156,19 @@ def test_a_difference_is_a_near_tie_or_a_divergence_by_the_targets_logits() -> N
     assert judged(0, "bfloat16") is None
 
 
+def test_two_poor_tokens_with_like_logits_are_no_tie() -> None:
+    found = compare(
+        sample_id="q", contender="dflash", prompt=[1], plain=[7], other=[8], dtype="bfloat16",
+        scores=lambda *_: Scores(3.0, 3.0, 20.0),
+    )  # fmt: skip
+    assert found is not None
+    assert found.kind == "divergence"
+
+
 def test_an_answer_that_ends_early_is_a_divergence() -> None:
     found = compare(
         sample_id="q", contender="dflash", prompt=[1], plain=[7, 8], other=[7], dtype="bfloat16",
-        logits_after=lambda _: [],
+        scores=lambda *_: Scores(0.0, 0.0, 0.0),
     )  # fmt: skip
     assert found is not None
-    assert (found.kind, found.plain_token, found.other_token) == ("divergence", 8, -1)
+    assert (found.kind, found.plain_token, found.other_token, found.steps) == ("divergence", 8, -1, None)

@@ -10,8 +10,9 @@ import pytest
 
 from dflash import layout
 from dflash.errors import ConfigurationError, Preempted
+from dflash.evaluation.live import StageProgress
 from dflash.evaluation.report import Report
-from dflash.evaluation.stage import StageProgress, run_stage
+from dflash.evaluation.stage import run_stage
 from dflash.storage.embedded import EmbeddedStore
 from dflash.storage.store import Store
 from tests.support.evaluation import DATASET, EVALUATION, RUN, prepared

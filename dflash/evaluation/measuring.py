@@ -1,0 +1,171 @@
+"""From questions to figures, by either engine: what the report is written from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash.evaluation import acceptance, launch
+from dflash.evaluation.answers import DFLASH, MTP, NONE, Answer, Question
+from dflash.evaluation.equality import Equality
+from dflash.evaluation.in_process import InProcess, device_name
+from dflash.evaluation.ledger import Ledger
+from dflash.evaluation.live import StageProgress
+from dflash.evaluation.report import Measurement, measure
+from dflash.evaluation.roofline import Roofline
+from dflash.evaluation.served import Served
+from dflash.model.facts import TargetFacts
+from dflash.model.shape import DraftShape
+from dflash.model.source import fingerprint, model_folder
+from dflash.resource import DrafterSpec
+from dflash.storage.store import Store
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is measured, and where answers and progress go. `export` is the drafter's folder."""
+
+    spec: DrafterSpec
+    evaluation: str
+    store: Store
+    export: Path
+    shape: DraftShape
+    facts: TargetFacts
+    questions: list[Question]
+    ledger: Ledger
+    progress: StageProgress
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What an engine's measurements come to; from these the report is written."""
+
+    measurements: list[Measurement]
+    answers: list[Answer]
+    """The drafter's, at the first concurrency."""
+    differences: Equality | None
+    roofline: Roofline | None
+    warnings: list[str]
+    engine: dict[str, Any]
+    fingerprint: str
+
+
+def in_process(work: Work) -> Findings:
+    """Measure with target and drafter in this process."""
+    spec, questions, ledger, progress = work.spec, work.questions, work.ledger, work.progress
+    bench = InProcess(spec.target, spec.evaluation, work.export)
+    progress.total = 2 * len(questions) * spec.evaluation.repeats
+    progress.say("measuring")
+    bench.run(questions, ledger, lambda _: progress.count(len(ledger)))
+    found = []
+    if spec.evaluation.concurrency != [1]:
+        found.append("in process one request is answered at a time: concurrency was measured at 1 only")
+    if MTP in spec.evaluation.baselines:
+        found.append("in process the target's own multi-token prediction cannot be run: mtp was left out")
+    differences = None
+    if spec.evaluation.temperature == 0.0:
+        progress.say("comparing outputs")
+        differences = bench.compare(questions, ledger)
+    plain, mine = ledger.of(NONE, 1), ledger.of(DFLASH, 1)
+    block_size = bench.shape.block_size
+    measurements = [
+        measure(NONE, 1, plain, [], block_size=block_size),
+        measure(DFLASH, 1, mine, plain, block_size=block_size),
+    ]
+    progress.say("probing the device")
+    return Findings(
+        measurements=measurements,
+        answers=mine,
+        differences=differences,
+        roofline=_roofline(bench, questions, plain, measurements[1]),
+        warnings=found,
+        engine=bench.description(),
+        fingerprint=bench.target.fingerprint,
+    )
+
+
+def through_sglang(work: Work) -> Findings:
+    """Measure with a fresh SGLang server for each contender."""
+    spec, questions, ledger, progress, shape = (
+        work.spec,
+        work.questions,
+        work.ledger,
+        work.progress,
+        work.shape,
+    )
+    evaluation = spec.evaluation
+    served = Served(
+        spec,
+        work.export,
+        shape,
+        hybrid=work.facts.hybrid,
+        context=work.facts.max_positions,
+        store=work.store,
+        name=work.evaluation,
+        questions=questions,
+        ledger=ledger,
+        on_answer=lambda _: progress.count(len(ledger)),
+    )
+    settings = len(evaluation.concurrency) * evaluation.repeats
+    progress.total = len(served.contenders) * len(questions) * settings
+    progress.say("measuring through SGLang")
+    run = served.run()
+    measurements = [
+        measure(
+            contender,
+            concurrency,
+            ledger.of(contender, concurrency),
+            ledger.of(NONE, concurrency),
+            block_size=shape.block_size if contender == DFLASH else launch.MTP_DRAFT_TOKENS,
+            wall_seconds=run.wall_seconds[contender, concurrency],
+        )
+        for concurrency in evaluation.concurrency
+        for contender in reversed(served.contenders)
+    ]
+    return Findings(
+        measurements=measurements,
+        answers=ledger.of(DFLASH, evaluation.concurrency[0]),
+        differences=run.differences,
+        roofline=None,
+        warnings=run.warnings,
+        engine={
+            "name": "sglang",
+            "dtype": evaluation.dtype,
+            "device": device_name(),
+            "versions": {"sglang": run.version},
+            "common flags": evaluation.server_args,
+            "flags": run.flags,
+            "effective": run.effective,
+        },
+        fingerprint=fingerprint(model_folder(spec.target.model, spec.target.revision)),
+    )
+
+
+def live_figures(ledger: Ledger) -> dict[str, float | str]:
+    """What matters while it runs."""
+    mine, plain = ledger.of(DFLASH, 1), ledger.of(NONE, 1)
+    length = acceptance.acceptance_length([a.emitted for a in mine], [a.accepted for a in mine])
+    figures: dict[str, float | str] = {}
+    if length.responses:
+        figures["acceptance_length"] = round(length.pooled, 3)
+    for name, answers in ((NONE, plain), (DFLASH, mine)):
+        seconds = sum(a.decode_seconds for a in answers)
+        if seconds:
+            figures[f"tokens_per_second_{name}"] = round(sum(len(a.tokens) - 1 for a in answers) / seconds, 1)
+    return figures
+
+
+def _roofline(
+    bench: InProcess, questions: Sequence[Question], plain: Sequence[Answer], drafted: Measurement
+) -> Roofline | None:
+    lengths = {q.sample_id: len(q.prompt_ids) for q in questions}
+    steps = sum(a.verifications for a in plain)
+    if not steps or drafted.acceptance_length is None or drafted.speedup is None:
+        return None
+    context = sum((lengths[a.sample_id] + len(a.tokens) / 2) * a.verifications for a in plain) / steps
+    return bench.roofline(
+        step_seconds=sum(a.decode_seconds for a in plain) / steps,
+        context=context,
+        length=drafted.acceptance_length.pooled,
+        speedup=drafted.speedup,
+    )
