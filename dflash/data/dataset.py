@@ -10,6 +10,7 @@ import tempfile
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from dflash import layout
 from dflash.data.parts import Manifest, PartCommit, PartFile, commit_key, read_manifest
-from dflash.data.rows import Row, row_at
+from dflash.data.rows import Row, read_rows, row_at
 from dflash.errors import DflashError
 from dflash.storage.store import FileRecord, Store
 
@@ -151,6 +152,16 @@ class Dataset:
             packed.unlink()
             partial.rename(path)
         return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+
+    def rejects(self) -> Iterator[Row]:
+        """The samples that the gate dropped, with their reasons, part by part."""
+        for part in self.manifest.parts:
+            if part.rejects is not None:
+                path = self._folder / f"{part.rejects.sha256}.parquet"
+                record = FileRecord(part.rejects.key, part.rejects.size, part.rejects.sha256)
+                self.store.download_file(record, path)
+                yield from read_rows(path)
+                path.unlink()
 
     def close(self) -> None:
         """Let go of the files, and remove them where they are temporary."""

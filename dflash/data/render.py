@@ -5,6 +5,7 @@ prompt, never guessed from a model's name. Training uses the ids that were sent;
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,14 @@ class Renderer:
         self.thinking = thinking
         self._open = _single_id(tokenizer, _OPEN)
         self._close = _single_id(tokenizer, _CLOSE)
+        # The template has written all special tokens. A fast tokenizer is asked without transformers'
+        # wrapper, which takes as long again as the tokenizing.
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        self._encode: Callable[[str], list[int]] = (
+            (lambda text: fast.encode(text, add_special_tokens=False).ids)
+            if fast is not None
+            else (lambda text: tokenizer.encode(text, add_special_tokens=False))
+        )
 
     def prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Ids:
         """int32 ids of a conversation that ends where the assistant speaks next.
@@ -51,19 +60,32 @@ class Renderer:
         Special tokens come from the template alone, so there is at most one begin token. Raises
         UnrenderableError.
         """
+        return self._ids(messages, tools, speaks_next=True)
+
+    def conversation_ids(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Ids:
+        """int32 ids of a whole conversation, its last turn included. Raises UnrenderableError."""
+        return self._ids(messages, tools, speaks_next=False)
+
+    def until_end_of_turn(self, ids: Ids) -> Ids:
+        """An answer's ids up to the token that ends it: what a template writes after that is no answer."""
+        ends = np.flatnonzero(ids == self.tokenizer.eos_token_id)
+        return ids[: ends[0] + 1] if len(ends) else ids
+
+    def _ids(self, messages: list[Message], tools: list[dict[str, Any]] | None, *, speaks_next: bool) -> Ids:
         from jinja2.exceptions import TemplateError
 
         try:
-            ids = self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 [_with_parsed_arguments(message) for message in messages],
                 tools=tools,
-                add_generation_prompt=True,
+                add_generation_prompt=speaks_next,
                 enable_thinking=self.thinking,
-                return_dict=False,
+                tokenize=False,
             )
+            ids = self._encode(text)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise UnrenderableError("template", f"the chat template refuses it ({error})") from error
-        return np.asarray(ids, dtype=np.int32)
+        return np.array(ids, dtype=np.int32)
 
     def opens_thinking(self, prompt_ids: Ids) -> bool:
         """Whether the prompt ends inside a think block, so that the answer begins in it."""

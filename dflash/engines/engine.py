@@ -7,6 +7,7 @@ is its own business, which it tells through `in_flight`.
 import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 from dflash.data.rows import Ids, Origin
 
@@ -70,6 +71,11 @@ class Engine(ABC):
 
         Raises RequestRefusedError when it cannot be answered, TemporaryError when the engine is lost.
         """
+
+    async def rendered(self, messages: list[dict[str, Any]], *, thinking: bool) -> list[int] | None:
+        """The ids that the engine itself makes of a conversation; None for an engine that makes none."""
+        del messages, thinking
+        return None
 
     @abstractmethod
     async def close(self) -> None:

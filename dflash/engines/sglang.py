@@ -27,7 +27,7 @@ log = logging.getLogger("dflash.engines")
 
 _FIRST_IN_FLIGHT = 32
 _MOST_IN_FLIGHT = 2048
-_LOAD_PATH = "/get_load"
+_LOAD_PATH = "/v1/loads"
 _LOAD_SECONDS = 1.0
 _FIRST_PAUSE = 0.25
 _LONGEST_PAUSE = 30.0
@@ -135,6 +135,19 @@ class SglangEngine(Engine):
                 return str(info.get("version", ""))
         return ""
 
+    async def rendered(self, messages: list[dict[str, Any]], *, thinking: bool) -> list[int] | None:
+        """As the server renders it for a chat completion; None where it has no such endpoint."""
+        body = {
+            "model": "default",
+            "messages": messages,
+            "chat_template_kwargs": {"enable_thinking": thinking},
+        }
+        with contextlib.suppress(OSError, TimeoutError):
+            status, answer = await self._servers[0].client.post("/tokenize", body, 60.0)
+            if status == 200 and isinstance(answer, dict) and isinstance(answer.get("tokens"), list):
+                return [int(token) for token in answer["tokens"]]
+        return None
+
     # One request
 
     async def generate(self, request: Request) -> Completion:
@@ -198,8 +211,9 @@ class SglangEngine(Engine):
             await asyncio.sleep(_LOAD_SECONDS)
             for server in self._servers:
                 with contextlib.suppress(OSError, TimeoutError):
-                    status, loads = await server.client.get(_LOAD_PATH, 10.0)
-                    if status == 200 and isinstance(loads, list):
+                    status, answer = await server.client.get(_LOAD_PATH, 10.0)
+                    if status == 200 and isinstance(answer, dict):
+                        loads = answer.get("loads", [])
                         waiting = sum(int(load.get("num_waiting_reqs", 0)) for load in loads)
                         self._pace.queue_seen(waiting, sum(other.outstanding for other in self._servers))
 

@@ -13,8 +13,17 @@ _QUESTIONS = ("What is the capital of France?", "Name three colours.", "Write on
 _TOKENS = 32
 
 
+_CONVERSATION: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "assistant", "content": "Paris."},
+    {"role": "user", "content": "And of Spain?"},
+]
+
+
 async def check_engine(engine: Engine, renderer: Renderer, max_tokens: int) -> None:
-    """ConfigurationError unless every question gets some visible text, thinking included."""
+    """ConfigurationError unless the server renders as we do and every question gets some visible text."""
+    await _check_rendering(engine, renderer)
     for number, question in enumerate(_QUESTIONS):
         message: Message = {"role": "user", "content": question}
         prompt_ids = renderer.prompt_ids([message])
@@ -31,3 +40,19 @@ async def check_engine(engine: Engine, renderer: Renderer, max_tokens: int) -> N
                 f"the target answered {question!r} with nothing ({completion.finish_reason}, ids "
                 f"{completion.output_ids[:8].tolist()}): check its chat template and stop tokens"
             )
+
+
+async def _check_rendering(engine: Engine, renderer: Renderer) -> None:
+    """Hidden states only fit the answers if whoever serves the target sees the prompts that we make."""
+    for messages in ([{"role": "user", "content": _QUESTIONS[0]}], _CONVERSATION):
+        theirs = await engine.rendered(messages, thinking=renderer.thinking)
+        ours = renderer.prompt_ids(messages).tolist()
+        if theirs is None or theirs == ours:
+            continue
+        pairs = zip(ours, theirs, strict=False)
+        place = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+        raise ConfigurationError(
+            "the server does not render a conversation as the target's chat template does: ids differ from "
+            f"position {place} on (ours {ours[place:][:4]}, the server's {theirs[place:][:4]}): "
+            "serve with the tokenizer and the chat template of target.model"
+        )

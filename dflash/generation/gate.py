@@ -53,7 +53,10 @@ CAUSES = {
     "bad_tool_call": ("have tool calls whose arguments are not a JSON object", "repair these prompts"),
     "refused": ("were refused by the engine", "see the worker's log for its words"),
     "unanswered": ("were never answered by the engine", "see the engine's log"),
-    "nothing_supervised": ("have nothing to learn from, or nothing but that", "check the loss mask's source"),
+    "nothing_supervised": (
+        "have no supervised token, or nothing but supervised tokens",
+        "check where the loss mask comes from",
+    ),
 }
 """Reason: what is wrong with such samples, and what to do next."""
 

@@ -340,3 +340,13 @@ def test_samples_hold_exactly_the_ids_that_were_sent_and_received(store: Store, 
             assert tuple(row.prompt_ids.tolist()) in sent
             assert np.array_equal(row.ids[row.supervised], row.output_ids)
             assert 0 < row.supervised.sum() < row.length
+
+
+def test_a_server_that_renders_otherwise_is_refused_with_the_first_differing_position(
+    store: Store, tmp_path: Path
+) -> None:
+    prompts = write_prompts(tmp_path, 5)
+    with FakeSglang(Behaviour(renders=[257, 84, 82, 1])) as fake:
+        with pytest.raises(ConfigurationError, match="ids differ from position 3 on"):
+            run(make_worker(store, prompts, urls=[fake.url]))
+        assert fake.requests.total() == 0

@@ -43,6 +43,8 @@ class Behaviour:
     delay: float = 0.0
     waiting: int = 0
     """Length of the queue that it reports."""
+    renders: list[int] | None = None
+    """Ids that it makes of any conversation."""
     speed: bool = False
     """Answer every request with the same ready-made bytes."""
 
@@ -89,8 +91,10 @@ class FakeSglang:
         """Status and JSON of one request."""
         self.paths[path] += 1
         b = self.behaviour
-        if path.startswith("/get_load") or path.startswith("/v1/loads"):
-            return 200, [{"num_reqs": self.open_now, "num_waiting_reqs": b.waiting}]
+        if path == "/v1/loads":
+            return 200, {"loads": [{"num_running_reqs": self.open_now, "num_waiting_reqs": b.waiting}]}
+        if path == "/tokenize":
+            return (200, {"tokens": b.renders}) if b.renders else (404, {"detail": "not found"})
         if path != "/generate":
             return 200, {"fake": True, "model_path": "fake"}
         request = orjson.loads(body)
