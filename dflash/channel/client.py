@@ -42,6 +42,7 @@ from dflash.channel.link import (
     TensorLink,
     join_store,
     local_address_towards,
+    own_stream,
     resolve_backend,
 )
 from dflash.channel.mailbox import Mailbox
@@ -83,7 +84,7 @@ class Timeouts:
     """From connecting until the first tensors could flow."""
     heartbeat: float = 0.5
     """Between two pings."""
-    silence: float = 10.0
+    silence: float = 20.0
     """Without a word from a target: it hangs, or the network is cut."""
     request: float = 180.0
     """From asking for a sample until it is here."""
@@ -230,6 +231,7 @@ class HiddenStateClient:
         self._stopping = threading.Event()
         self._without_target_since = time.monotonic()
         self._waiting = False
+        self._turned_at = time.monotonic()
         self._last_cause = "none was found"
         self._wait_seconds = 0.0
         self._waits: RecentShare | None = None
@@ -404,6 +406,7 @@ class HiddenStateClient:
 
     def _turn(self, woken: dict[object, int], now: float) -> None:
         """One round: what came in, what is due, who is asked for what."""
+        self._excuse(now)
         for event in self._events.drain():
             self._handle(event, now)
         for link in list(self._links.values()):
@@ -416,6 +419,14 @@ class HiddenStateClient:
         self._ask(now)
         self._deliver()
         self._check_targets(now)
+
+    def _excuse(self, now: float) -> None:
+        """If this thread itself was held up (a stopped process, no processor), nobody else was silent."""
+        held_up = now - self._turned_at
+        self._turned_at = now
+        if held_up > 4 * self._timeouts.heartbeat:
+            for link in self._links.values():
+                link.last_heard += held_up
 
     def _handle(self, event: _Event, now: float) -> None:
         if isinstance(event, _Submitted):
@@ -705,7 +716,8 @@ class HiddenStateClient:
             )
             tensors.set_timeout(self._timeouts.transfer)
             self._events.put(_Joined(link))
-            self._receive_batches(link, tensors)
+            with own_stream(self._device):
+                self._receive_batches(link, tensors)
         except (RuntimeError, OSError) as error:  # torch's own errors, or no route
             self._events.put(_Failed(link, f"tensors: {str(error).splitlines()[0][:300]}"))
 
@@ -721,6 +733,8 @@ class HiddenStateClient:
                 if (batch := link.inbox.get()) is None:
                     return
                 following = self._begin(tensors, batch)
+            if self._device.type == "cuda":  # the consumer's stream will use what this thread's received
+                done.flat.record_stream(torch.cuda.default_stream(self._device))
             states = self._open_batch(done.batch, done.flat)
             self._events.put(_Arrived(link, done.batch.items, states, done.flat.numel()))
             del done, states, transfer  # nothing is held here while waiting: the consumer frees it

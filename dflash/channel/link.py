@@ -5,7 +5,9 @@ breaks concerns its two ends only. The target hosts the rendezvous store, one pe
 the link. A call that fails leaves the group unusable: the link is given up, never repaired.
 """
 
+import contextlib
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -44,9 +46,27 @@ def local_address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """Let this thread work on `device` in a stream of its own, so that it never waits for the others'."""
+    if device.type != "cuda":
+        yield None
+        return
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            yield stream
+
+
+def listen(host: str) -> socket.socket:
+    """Listen at a free port of one of this machine's addresses; OSError if `host` is none of them."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, 0), family=family)
+
+
 def host_store(host: str) -> TCPStore:
     """Open a rendezvous store that listens on `host` only, at a free port."""
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = listen(host)
     port = listener.getsockname()[1]
     # The store takes the descriptor over and closes it at its own end.
     return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -27,13 +27,21 @@ from zmq.auth.thread import ThreadAuthenticator
 from dflash.channel import messages
 from dflash.channel.interface import Identity, ServerStats
 from dflash.channel.keys import Authority, KeyPair
-from dflash.channel.link import TARGET_RANK, Backend, TensorLink, host_store, resolve_backend
+from dflash.channel.link import (
+    TARGET_RANK,
+    Backend,
+    TensorLink,
+    host_store,
+    listen,
+    own_stream,
+    resolve_backend,
+)
 from dflash.channel.mailbox import Mailbox
 from dflash.channel.packing import pick
 from dflash.channel.shares import RecentShare
 from dflash.channel.threads import join_all
 from dflash.channel.wire import checksum, describe_mismatch, flat_bytes, pack
-from dflash.errors import DflashError
+from dflash.errors import ConfigurationError, DflashError
 from dflash.model.states import States
 
 logger = logging.getLogger(__name__)
@@ -44,6 +52,8 @@ _BUFFERS = 2
 """Batches per link that are captured and not yet sent: one on the wire, one behind it."""
 _FAILURES_IN_A_ROW = 8
 """Samples refused one after another, none captured between them: then the fault is the target's own."""
+_MOST_PENDING = 65_536
+"""Requests of one drafter that wait; an honest one never comes near."""
 _POLL_MS = 500
 _GOODBYE_SECONDS = 3.0
 """Time for threads to end; one that is stuck in a transfer is left behind."""
@@ -127,7 +137,7 @@ class HiddenStateServer:
         checksum_every: int = 32,
         join_timeout: float = 30.0,
         transfer_timeout: float = 60.0,
-        silence_timeout: float = 15.0,
+        silence_timeout: float = 30.0,
     ) -> None:
         """`capture` maps ids (int32 [T] each) to their states, in order; it is called in `serve`'s thread.
 
@@ -175,7 +185,17 @@ class HiddenStateServer:
         return self._port
 
     def start(self) -> None:
-        """Listen. Drafters may connect from now on; their requests wait for `serve`."""
+        """Listen. Drafters may connect from now on; their requests wait for `serve`.
+
+        ConfigurationError if `bind` or `advertise` is not an address of this machine.
+        """
+        try:
+            listen(self._address).close()
+        except OSError as error:
+            raise ConfigurationError(
+                f"{self._address} is not an address of this machine ({error.strerror}): advertise one on "
+                "which drafters reach it"
+            ) from None
         authenticator = ThreadAuthenticator(self._context, log=logging.getLogger("dflash.channel.zap"))
         authenticator.start()
         authenticator.configure_curve_callback(domain="*", credentials_provider=self._authority)
@@ -342,14 +362,14 @@ class HiddenStateServer:
             with self._changed:
                 link.joined = not link.closed
                 self._changed.notify_all()
-            self._send_jobs(link, tensors)
+            with own_stream(self._device) as stream:
+                self._send_jobs(link, tensors, stream)
         except RuntimeError as error:  # torch's own errors of a broken or timed-out group
             self._drop(link, f"sending failed: {_first_line(error)}")
 
-    def _send_jobs(self, link: _Link, tensors: TensorLink) -> None:
+    def _send_jobs(self, link: _Link, tensors: TensorLink, stream: torch.cuda.Stream | None) -> None:
         """Copy one batch into its buffer while the one before it is on the wire."""
         buffers = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(_BUFFERS)]
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
         under_way: _Sending | None = None
         for number in itertools.count():
             if under_way is not None and link.jobs.empty():
@@ -362,16 +382,18 @@ class HiddenStateServer:
             turn = number % _BUFFERS
             if buffers[turn].numel() < size:
                 buffers[turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
-            with torch.cuda.stream(stream):
-                if stream is not None and job.captured is not None:
-                    stream.wait_event(job.captured)
-                flat = pack(job.states, self._identity, number, buffers[turn])
-                if self._device.type == "cuda" and self._backend == "gloo":
-                    flat = flat.cpu()
-                if under_way is not None:
-                    self._finish(link, tensors, under_way)
-                under_way = self._begin(link, tensors, job.items, number, flat)
-            del job  # frees its states
+            if stream is not None and job.captured is not None:
+                stream.wait_event(job.captured)
+            flat = pack(job.states, self._identity, number, buffers[turn])
+            if self._device.type == "cuda" and self._backend == "gloo":
+                flat = flat.cpu()
+            if stream is not None:
+                stream.synchronize()  # the states are copied, so they may be freed
+            items = job.items
+            del job
+            if under_way is not None:
+                self._finish(link, tensors, under_way)
+            under_way = self._begin(link, tensors, items, number, flat)
 
     def _begin(
         self, link: _Link, tensors: TensorLink, items: list[messages.Item], number: int, flat: Tensor
@@ -399,13 +421,15 @@ class HiddenStateServer:
         poller.register(router, zmq.POLLIN)
         poller.register(self._outbox.fileno(), zmq.POLLIN)
         try:
+            turned_at = time.monotonic()
             while not self._stopping:
                 poller.poll(_POLL_MS)
+                held_up, turned_at = time.monotonic() - turned_at, time.monotonic()
                 for route, message in self._outbox.drain():
                     self._send(router, route, message)
                 while router.poll(0):
                     self._receive(router)
-                self._drop_silent()
+                self._drop_silent(held_up if held_up > 2 * _POLL_MS / 1000 else 0.0)
         except BaseException as error:
             logger.exception("the control thread failed")
             self._failure = error
@@ -479,7 +503,12 @@ class HiddenStateServer:
                 self._drop(other, f"attempt {hello.attempt} has taken over")
             elif other.drafter == hello.index:
                 self._drop(other, "the drafter opened a new link")
-        store = host_store(self._address)
+        try:
+            store = host_store(self._address)
+        except (OSError, RuntimeError) as error:  # out of descriptors or ports: others go on
+            self._note(f"no rendezvous for a link: {error}")
+            self._send(router, route, messages.Closed(text=f"no rendezvous: {_first_line(error)}"))
+            return
         link = _Link(hello.link, route, hello.index, hello.attempt, hello.instance, time.monotonic())
         with self._changed:
             self._links[route] = link
@@ -523,14 +552,18 @@ class HiddenStateServer:
         with self._changed:
             if link.closed:
                 return
+            if len(link.pending) + len(samples) > _MOST_PENDING:
+                raise messages.MessageError(f"more than {_MOST_PENDING:,} requests are waiting")
             for item, ids in zip(ask.items, samples, strict=True):
                 link.pending.append(_Pending(self._arrivals, item, ids))
                 self._arrivals += 1
             self._changed.notify_all()
 
-    def _drop_silent(self) -> None:
+    def _drop_silent(self, late: float) -> None:
+        """Drop who has said nothing. `late`: how long this thread itself was held up, which is not theirs."""
         limit = time.monotonic() - self._silence_timeout
         for link in list(self._links.values()):
+            link.last_heard += late
             if link.last_heard < limit:
                 self._drop(link, f"nothing heard from the drafter for {self._silence_timeout:.0f} s")
 

@@ -1,12 +1,17 @@
 """What can go wrong on either side, with real processes: each has its outcome, none hangs, none is silent."""
 
 import dataclasses
+import os
+import random
+import shutil
 import re
 import signal
+import subprocess
 import threading
 import time
 
 import pytest
+import zmq
 
 from dflash.channel.keys import KeyPair
 from dflash.errors import Preempted, TemporaryError
@@ -32,6 +37,19 @@ def longest_gap(stream):
         last = now
         seen.append(reply.request.index)
     return seen, gap
+
+
+def read_until(stream, done, seconds):
+    """Read until something is so; the order of what was read."""
+    seen = []
+    deadline = time.monotonic() + seconds
+    for reply in stream:
+        check(reply)
+        seen.append(reply.request.index)
+        if done():
+            return seen
+        assert time.monotonic() < deadline, "it did not happen in time"
+    raise AssertionError("the stream ended first")
 
 
 # Targets that die
@@ -122,6 +140,27 @@ def test_a_target_that_joins_is_used_within_five_seconds(member_folder, start_ta
         stream.close()
 
 
+def test_twenty_random_kills_lose_nothing_and_repeat_nothing(member_folder, start_target):
+    chance = random.Random(7)
+    alive = {index: start_target(index, pace=0.001, token_budget=100) for index in range(3)}
+    kills = 0
+    with connect(member_folder, queue_depth=24) as client:
+        seen = []
+        for reply in client.stream(iter(make_requests(1500))):
+            check(reply)
+            seen.append(reply.request.index)
+            if len(seen) % 70 == 0 and kills < 20:
+                index = chance.choice(sorted(alive))
+                alive[index].kill()
+                alive[index] = start_target(index, pace=0.001, token_budget=100, wait=False)
+                kills += 1
+        stats = client.stats()
+    print(f"requested {stats.requested}, re-issued {stats.reissued}, delivered {stats.delivered}")
+    assert kills == 20
+    assert seen == list(range(1500))
+    assert stats.requested == stats.delivered == 1500
+
+
 # Targets that hang
 
 
@@ -171,6 +210,61 @@ def test_a_stopped_drafter_does_not_hold_up_the_others(member_folder, start_targ
         stuck.kill()
         stuck.join()
     assert any("nothing heard" in cause for cause in target.finish()["causes"])
+
+
+# A network that is cut
+
+
+@pytest.fixture
+def other_network():
+    """A network namespace of its own, joined to this one by a pair of interfaces; both addresses."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2 for a network namespace")
+    name = f"dflash-{os.getpid()}"
+    near, far = f"dfn{os.getpid()}", f"dff{os.getpid()}"
+    subnet = f"10.213.{os.getpid() % 250}"
+
+    def ip(*arguments):
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    try:
+        ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+    try:
+        ip("link", "add", near, "type", "veth", "peer", "name", far)
+        ip("link", "set", far, "netns", name)
+        ip("addr", "add", f"{subnet}.1/24", "dev", near)
+        ip("link", "set", near, "up")
+        ip("-n", name, "addr", "add", f"{subnet}.2/24", "dev", far)
+        ip("-n", name, "link", "set", far, "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        yield name, f"{subnet}.2", lambda state: ip("-n", name, "link", "set", far, state)
+    finally:
+        ip("netns", "del", name)
+
+
+def test_a_network_cut_in_half_is_silence_and_heals(member_folder, start_target, other_network):
+    namespace, address, set_link = other_network
+    start_target(0, namespace=namespace, bind=address, pace=0.002, token_budget=100)
+    start_target(1, pace=0.002, token_budget=100)
+    with connect(member_folder, queue_depth=30) as client:
+        stream = client.stream(iter(make_requests(100_000)))
+        head = [next(stream).request.index for _ in range(100)]
+        assert {target.name for target in client.stats().targets if target.delivered} == {
+            "target-0",
+            "target-1",
+        }
+        set_link("down")
+        lost = read_until(stream, lambda: client.stats().links_lost == 1, seconds=10.0)
+        assert any("silent" in cause or "lost" in cause for cause in client.stats().causes)
+        set_link("up")
+
+        def is_back():
+            return any(t.name == "target-0" and t.delivered > 5 for t in client.stats().targets)
+
+        healed = read_until(stream, is_back, seconds=20.0)
+        assert head + lost + healed == list(range(len(head + lost + healed)))
 
 
 # Replies that are wrong
@@ -306,6 +400,44 @@ def test_another_runs_drafter_is_refused(member_folder, start_target):
         pytest.raises(TemporaryError, match=r"serves run run-1, not run-2"),
     ):
         next(client.stream(iter(make_requests(3))))
+
+
+def send_to_target(folder, keys, frames):
+    """What an admitted process that speaks nonsense gets as answers, until there are none for a second."""
+    (member,) = [member for member in folder.members() if member.role == "target"]
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.linger = 0
+    peer.curve_publickey, peer.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    peer.curve_serverkey = member.public_key.encode()
+    peer.connect(f"tcp://127.0.0.1:{member.control_port}")
+    peer.send_multipart(frames)
+    answers = []
+    while peer.poll(1000):
+        answers.append(peer.recv())
+    peer.close()
+    context.term()
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("frames", "text"),
+    [
+        ([b"nonsense"], b"bad control message"),
+        ([b'{"kind": "ask", "items": []}'], b"bad control message"),
+        ([b'{"kind": "ping"}'], b"no such link"),
+        ([b"1", b"2", b"3"], b"3 frames"),
+    ],
+)
+def test_nonsense_on_the_control_connection_is_answered_and_harms_nobody(
+    member_folder, start_target, frames, text
+):
+    target = start_target(0)
+    (answer,) = send_to_target(member_folder, member_folder.admit(9), frames)
+    assert text in answer
+    with connect(member_folder) as client:
+        assert indexes(client.stream(iter(make_requests(20)))) == list(range(20))
+    assert target.finish()["samples"] == 20
 
 
 # Attempts

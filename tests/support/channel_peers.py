@@ -5,6 +5,7 @@ number. Members lie in a folder as JSON files. A fault names one thing that a ta
 Processes are forked from a server that has imported torch already, so they start in milliseconds.
 """
 
+import ctypes
 import dataclasses
 import json
 import logging
@@ -132,10 +133,20 @@ def faulty_capture(identity: Identity, fault: str, pace: float):
     return capture
 
 
+def enter_network(namespace: str) -> None:
+    """Move this process into a network namespace made by `ip netns add`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(f"/run/netns/{namespace}").open("rb") as file:
+        assert libc.setns(file.fileno(), 0x40000000) == 0, os.strerror(ctypes.get_errno())
+
+
 def run_target(folder: Path, index: int, fault: str, options: dict, results) -> None:
     """The body of a target process; its statistics go to `results` when it ends by SIGTERM."""
     logging.basicConfig(level=logging.INFO, format=f"target-{index} %(levelname)s %(message)s", force=True)
     torch.set_num_threads(1)
+    if (namespace := options.pop("namespace", None)) is not None:
+        enter_network(namespace)
+    address = options.setdefault("bind", "127.0.0.1")
     identity = dataclasses.replace(IDENTITY, **options.pop("identity", {}))
     members = Folder(folder)
     keys = KeyPair.generate()
@@ -153,9 +164,7 @@ def run_target(folder: Path, index: int, fault: str, options: dict, results) -> 
     published = KeyPair.generate() if fault == "publishes a wrong key" else keys
     instance = os.urandom(8).hex()
     fingerprint = identity.fingerprint
-    members.publish(
-        Member("target", index, instance, "127.0.0.1", server.port, published.public, 0, fingerprint)
-    )
+    members.publish(Member("target", index, instance, address, server.port, published.public, 0, fingerprint))
     server.serve()
     results.send(dataclasses.asdict(server.stats()))
 
