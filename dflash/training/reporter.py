@@ -106,7 +106,7 @@ class Reporter:
         """The newest snapshot, with how the channel is now. From any thread."""
         channel, progress = self._channel(), self._progress
         live = sum(target.live for target in channel.targets)
-        figures = {**progress.figures, "targets": live, "queue_depth": channel.depth}
+        figures = {**progress.figures, "targets": float(live), "queue_depth": float(channel.depth)}
         message = progress.message if live or progress.message == "exporting" else channel.status
         return progress.model_copy(update={"figures": figures, "message": message})
 

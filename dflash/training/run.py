@@ -66,6 +66,8 @@ class Part:
     rank: int
     world: int
     rendezvous: str
+    folder: Path
+    """Where metrics are kept on this machine; W&B's offline runs are sent from there."""
 
 
 @dataclass(frozen=True)
@@ -266,13 +268,12 @@ class _Rank:
         return client
 
     def _tracker(self, step: int) -> Tracker:
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-metrics-"))
         tracker = Tracker.open(
             self._spec.tracking,
             name=self._resource.metadata.name,
             run_hash=self._part.run,
             config=self._spec.model_dump(mode="json", by_alias=True),
-            folder=Path(folder),
+            folder=self._part.folder,
             store=self._store,
             attempt=self._part.attempt,
             step=step,

@@ -1,0 +1,156 @@
+"""What rank 0 reports and decides between steps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from dflash.channel.interface import ClientStats, TargetStats
+from dflash.errors import DflashError
+from dflash.objective.step import StepSums
+from dflash.resource.training import Checkpoint, Training
+from dflash.training.figures import COUNTS
+from dflash.training.reporter import Reporter, Run
+
+STATS = ClientStats(
+    status="streaming",
+    depth=5,
+    causes={"tap 1 is not finite": 12},
+    targets=(TargetStats("target-0", True, 3, 300, 10, 0.4),),
+)
+
+
+def sums(steps: int) -> StepSums:
+    one = torch.tensor(float(steps))
+    slots = torch.tensor([0.0, 4.0, 4.0, 4.0]) * steps
+    return StepSums(
+        loss=2 * one,
+        weight=one,
+        cross_entropy=one,
+        divergence=one,
+        counts=slots,
+        correct=slots / 2,
+        acceptance=6 * one,
+        blocks=4 * one,
+        nonfinite=0 * one,
+    )
+
+
+class World:
+    """A reporter with everything around it recorded."""
+
+    def __init__(self, interval: float = 1e-6, checkpoint: Checkpoint | None = None) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.events: list[str] = []
+        self.saved: list[tuple[int, dict[str, float]]] = []
+        self.busy = False
+        self.step = 0
+        self.new: dict[str, float] = {}
+        training = Training(batch_size=4, checkpoint=checkpoint or Checkpoint(every_steps=10_000))
+        run = Run(training, steps=100, attempt=2, world=1, interval_seconds=interval)
+        self.reporter = Reporter(
+            run,
+            self,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            lambda: STATS,
+            step=0,
+            counts={},
+        )
+
+    def take_steps(self, count: int, **counts: float) -> None:
+        self.step += count
+        self.new = {"samples": 4.0 * count, "tokens": 100.0 * count, **counts}
+        self._steps = count
+        self.reporter.after_step(self)  # type: ignore[arg-type]
+
+    # the trainer
+    def read_totals(self) -> tuple[StepSums, dict[str, float]]:
+        counts = {**dict.fromkeys((*COUNTS, "skipped", "weightless"), 0.0), **self.new}
+        self.new = {}
+        steps, self._steps = self._steps, 0
+        return sums(steps), counts
+
+    def settle(self) -> None: ...
+
+    # the tracker
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def event(self, text: str) -> None:
+        self.events.append(text)
+
+    # the optimiser and the checkpoints
+    def weights_on_host(self) -> dict[str, Any]:
+        return {}
+
+    moments_on_host = weights_on_host
+
+    def check(self) -> None: ...
+
+    def save(self, step: int, counts: Mapping[str, float], *_: Any) -> None:
+        self.saved.append((step, dict(counts)))
+
+
+def test_a_row_has_the_objective_the_schedule_and_both_sides() -> None:
+    world = World()
+    world.take_steps(3)
+    (step, row) = world.rows[0]
+    assert step == 3
+    assert row["train/loss"] == 2.0
+    assert row["train/accuracy"] == 0.5
+    assert row["train/acceptance_length"] == 1.5
+    assert row["train/streak"] == 0.5
+    assert row["progress/share"] == 0.03
+    assert row["target/idle_share"] == 0.4
+    assert {
+        "train/learning_rate",
+        "train/noise_std",
+        "drafter/tokens_per_second",
+        "channel/depth",
+    } <= row.keys()
+    progress = world.reporter.progress()
+    assert (progress.done, progress.total, progress.attempt) == (3.0, 100.0, 2)
+    assert progress.figures["targets"] == 1.0
+    assert "bottleneck" in str(progress.figures["verdict"])
+    assert progress.eta_seconds is not None
+    progress.model_dump_json()
+
+
+def test_between_intervals_nothing_is_read() -> None:
+    world = World(interval=3600.0)
+    world.take_steps(1)
+    assert world.rows == []
+    assert world.reporter.progress().done == 1.0
+
+
+def test_checkpoints_are_due_by_steps_and_wait_for_an_upload_under_way() -> None:
+    world = World(interval=3600.0, checkpoint=Checkpoint(every_steps=5))
+    for _ in range(4):
+        world.take_steps(1)
+    assert world.saved == []
+    world.busy = True
+    world.take_steps(1)
+    assert world.saved == []
+    world.busy = False
+    world.take_steps(1)
+    assert [step for step, _ in world.saved] == [6]
+
+
+def test_a_few_lost_samples_are_left_out_and_many_end_the_run_with_the_cause() -> None:
+    world = World()
+    world.take_steps(10, lost_samples=2.0)
+    with pytest.raises(DflashError, match=r"hidden states of 5 samples, .*tap 1 is not finite \(12\)"):
+        world.take_steps(10, lost_samples=3.0)
+
+
+def test_steps_without_an_anchor_raise_one_alarm_beyond_a_percent() -> None:
+    world = World()
+    world.take_steps(99)
+    world.take_steps(1, weightless=1.0)
+    assert world.events == []
+    world.take_steps(1, weightless=1.0)
+    world.take_steps(1, weightless=1.0)
+    assert len(world.events) == 1
+    assert "of the steps have no anchor" in world.events[0]
