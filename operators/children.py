@@ -16,8 +16,8 @@ from pathlib import Path
 from dflash.processes import TERMINATION_LOG, dying_with_parent
 from operators.observed import Child, Role
 
-GRACE_SECONDS = 9.0
-"""From SIGTERM to SIGKILL: jobs have ten seconds in all."""
+GRACE_SECONDS = 8.0
+"""From SIGTERM to SIGKILL, so that after ten seconds nothing is left, the storage server included."""
 
 
 @dataclass

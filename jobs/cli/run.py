@@ -1,5 +1,6 @@
 """`dflash run`: check, then work until the Drafter is true, showing how far it is, then the results."""
 
+import signal
 from pathlib import Path
 
 import orjson
@@ -24,7 +25,14 @@ from operators.owner import claim
 
 def run_file(file: Path, *, plain: bool, take_over: bool, command: Command | None = None) -> int:
     """Run a Drafter file; the exit code of the process. `command` stands in for the jobs in tests."""
-    drafter = load_resource(file)
+    try:
+        return _run(load_resource(file), file, plain=plain, take_over=take_over, command=command)
+    except KeyboardInterrupt:  # once jobs run, signals are the executor's
+        typer.echo("stopped before anything was started", err=True)
+        return 128 + signal.SIGINT
+
+
+def _run(drafter: Drafter, file: Path, *, plain: bool, take_over: bool, command: Command | None) -> int:
     _look_at_paths(drafter)
     home = home_of(drafter, file)
     name = drafter.metadata.name

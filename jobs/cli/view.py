@@ -84,6 +84,10 @@ def render(name: str, snapshot: Snapshot) -> Group:
     message = snapshot.trouble or snapshot.summary.message
     if message:
         lines.append(Text(message, style="yellow" if snapshot.trouble else "dim", overflow="fold"))
+    training = snapshot.progress.get("training")
+    verdict = training.figures.get("verdict") if training and snapshot.stage == "training" else None
+    if verdict:
+        lines.append(Text(str(verdict), style="dim", overflow="fold"))
     failure = snapshot.summary.failure
     if failure is not None:
         what = f"last failure: {failure.role} {failure.index} {failure.reason}: {failure.message}"
