@@ -23,6 +23,8 @@ COUNTS = (2, 4, 6, 7, 8, 12, 16)
 """GPU counts that are compared when none is asked for."""
 
 _NEAR_CHEAPEST = 1.10
+_NODE = 8
+"""GPUs in one node, as a rule."""
 _SPECULATIVE_STEP = 1.38
 """A speculative step over a plain one: acceptance 6.34 gave 4.59x (Model-Optimizer#2342, GSM8K, H100)."""
 _CHECKPOINT_BYTES = 12
@@ -226,6 +228,10 @@ def _notes(job: Job, rate: Rates, pods: Sequence[PodMemory], row: Row) -> list[s
         if not pod.fits
     ]
     training = job.spec.training
+    if row.gpus > _NODE and job.network is None:
+        notes.append(
+            f"{row.gpus} GPUs are seldom one node: give --network, so that links between nodes are counted"
+        )
     if row.limit == "network":
         notes.append(
             f"the network limits training at {row.tokens_per_second:,.0f} tok/s: put targets and drafters "

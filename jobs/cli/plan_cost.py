@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 import typer
 from pydantic import ValidationError
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +30,8 @@ from dflash.resource import DrafterSpec
 from dflash.resource.load import load_resource
 
 _CHARACTERS_PER_TOKEN = 4.0
+_WIDTH = 120
+"""Columns that the widest table needs; in a narrower terminal lines are wrapped, never cut."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,11 @@ def plan_file(file: Path, flags: Flags, *, as_json: bool) -> None:
 def make_plan(file: Path, flags: Flags) -> tuple[RunPlan, dict[str, float]]:
     """The plan, and by how much the estimates were off where rates were measured."""
     spec = load_resource(file).spec
-    facts = _facts(spec, flags.config)
+    # What is cheap to check comes first; the facts may have to come from the hub.
     gpu, asked = _gpu(flags.gpu)
+    measured = _measured(flags.measured)
     assumed, answers = _amounts(spec, flags)
+    facts = _facts(spec, flags.config)
     if spec.generation.in_flight is not None:
         assumed = assumed.known("generation.inFlight", concurrency=float(spec.generation.in_flight))
     job = Job(
@@ -71,7 +76,7 @@ def make_plan(file: Path, flags: Flags) -> tuple[RunPlan, dict[str, float]]:
         gpu=gpu,
         price=flags.price,
         network=None if flags.network is None else flags.network * 1e9 / 8,
-        measured=_measured(flags.measured),
+        measured=measured,
     )
     plan = plan_run(job, assumed, sorted({*COUNTS, *asked}))
     if job.measured is None:
@@ -230,6 +235,7 @@ def _row_data(row: Row) -> dict[str, Any]:
 def show_plan(plan: RunPlan, errors: dict[str, float]) -> None:
     """Tables and sentences for a person."""
     console = Console(soft_wrap=True)
+    console.width = max(console.width, _WIDTH)
     work, rate = plan.work, plan.rates
     console.print(
         f"{work.answered:,.0f} answers of {work.response_tokens:,.0f} tokens to generate; "
@@ -271,13 +277,17 @@ def show_plan(plan: RunPlan, errors: dict[str, float]) -> None:
         "so they are streamed"
     )
     console.print(_moved(plan))
-    console.print(_assumed(plan.assumptions))
+    for entry in plan.assumptions.entries.values():
+        span = "" if entry.known else f" ({entry.low:g} to {entry.high:g})"
+        console.print(
+            f"assumed: {entry.name} {entry.value:g} {entry.unit}{span}; {entry.source}", highlight=False
+        )
 
 
 def _fleets(plan: RunPlan) -> Table:
-    table = Table(title=f"{plan.gpu.name}, by number of GPUs", title_justify="left")
+    table = Table(title=f"{plan.gpu.name}, by number of GPUs", title_justify="left", box=SIMPLE)
     money = plan.rows[0].cost is not None
-    columns = ["", "GPUs", "targets:drafters", "trained tok/s", "limited by", "generate", "train", "evaluate"]
+    columns = ["", "GPUs", "targets:drafters", "train tok/s", "limited by", "generate", "train", "evaluate"]
     columns += ["in all", "GPU-hours"] + (["cost", "per M tokens"] if money else [])
     for name in columns:
         table.add_column(name, justify="left" if name in ("", "limited by") else "right")
@@ -301,7 +311,7 @@ def _fleets(plan: RunPlan) -> Table:
 
 
 def _memory(pods: tuple[PodMemory, ...]) -> Table:
-    table = Table(title="memory per pod, GB", title_justify="left")
+    table = Table(title="memory per pod, GB", title_justify="left", box=SIMPLE)
     for name in ("pod", "parts", "used", "left"):
         table.add_column(name, justify="left" if name in ("pod", "parts") else "right")
     for pod in pods:
@@ -312,7 +322,7 @@ def _memory(pods: tuple[PodMemory, ...]) -> Table:
 
 
 def _moved(plan: RunPlan) -> Table:
-    table = Table(title="what moves each estimate most", title_justify="left")
+    table = Table(title="what moves each estimate most", title_justify="left", box=SIMPLE)
     for name in ("estimate", "assumption", "% per %", "over its range"):
         table.add_column(name, justify="left" if name in ("estimate", "assumption") else "right")
     for name, mover in plan.movers.items():
@@ -321,16 +331,6 @@ def _moved(plan: RunPlan) -> Table:
         else:
             told = f"{mover.assumption} = {mover.value:g}"
             table.add_row(name, told, f"{mover.elasticity:+.2f}", f"{mover.swing:.2f}x")
-    return table
-
-
-def _assumed(assumptions: Assumptions) -> Table:
-    table = Table(title="assumed", title_justify="left")
-    for name in ("name", "value", "range", "source"):
-        table.add_column(name)
-    for entry in assumptions.entries.values():
-        span = "known" if entry.known else f"{entry.low:g} to {entry.high:g}"
-        table.add_row(entry.name, f"{entry.value:g} {entry.unit}", span, entry.source)
     return table
 
 
