@@ -134,12 +134,6 @@ class Checkpoints:
         self.finish()
         if self._saved == step:
             return
-        for name, tensor in (*weights.items(), *moments.items()):
-            if not torch.isfinite(tensor).all():
-                raise DflashError(
-                    f"{name} is not finite after step {step}, so it is not saved; the last good checkpoint "
-                    "is kept: lower training.learningRate or training.clip"
-                )
         state = RunState(step, dict(counts), self._identity)
         self._upload = self._pool.submit(self._commit, Place(step, self._attempt), state, weights, moments)
         self._saved = step
@@ -158,6 +152,12 @@ class Checkpoints:
     def _commit(
         self, place: Place, state: RunState, weights: dict[str, Tensor], moments: dict[str, Tensor]
     ) -> None:
+        for name, tensor in (*weights.items(), *moments.items()):
+            if not torch.isfinite(tensor).all():
+                raise DflashError(
+                    f"{name} is not finite after step {place.step}, so it is not saved; the last good "
+                    "checkpoint is kept: lower training.learningRate or training.clip"
+                )
         folder = place.folder(self._run)
         if read_commit(self._store, folder) is not None:
             return  # this attempt was started twice and has been here; equal steps have equal weights

@@ -33,6 +33,10 @@ class Control:
         """From here to the end of the work, a request to stop waits: what is done is being committed."""
         self._committing.set()
 
+    def commit_ends(self) -> None:
+        """What was done is committed: what is left, as sending metrics, may be cut short."""
+        self._committing.clear()
+
     def give_up(self, error: DflashError) -> None:
         """End the process with this error, whatever its work is stuck in. From any thread."""
         self._fatal = error
@@ -77,7 +81,7 @@ class Control:
             self._wake.wait(0.2)
             late = time.monotonic() - asked_at > GRACE_SECONDS
             if late and not self._committing.is_set() and not ended and self._fatal is None:
-                raise Preempted("stopped; what was not committed is done again by the next attempt")
+                raise Preempted("stopped in time; the next attempt goes on from what is committed")
         if ended and ended[0] is not None:
             raise ended[0]
         if not ended and self._fatal is not None:

@@ -189,6 +189,7 @@ class _Rank:
             checkpoints.finish()
             self._export(plan, learner.drafter, reporter, trainer.step)
         group.barrier("exported", _EXPORT_SECONDS)
+        self._control.commit_ends()
         _bounded(group.leave, "leaving the group")
 
     def _join(self, device: torch.device) -> Group:
@@ -289,6 +290,7 @@ class _Rank:
             reporter.save(trainer)
             checkpoints.finish()
         group.barrier("stopped", _STOPPED_SECONDS)
+        self._control.commit_ends()
         _bounded(group.leave, "leaving the group")
         raise Preempted(f"stopped after step {trainer.step}, with a checkpoint committed")
 

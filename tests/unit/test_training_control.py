@@ -57,7 +57,7 @@ def test_work_that_does_not_heed_is_left_behind(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(control_module, "GRACE_SECONDS", 0.5)
     forever = threading.Event()
     soon(os.kill, os.getpid(), signal.SIGTERM)
-    with pytest.raises(Preempted, match="not committed"):
+    with pytest.raises(Preempted, match="from what is committed"):
         Control().run(lambda: forever.wait(30) and None)
     forever.set()
 
