@@ -27,7 +27,7 @@ File = Annotated[Path, typer.Argument(help="A Drafter file (YAML or JSON).", sho
 Data = Annotated[
     str,
     typer.Argument(
-        help="JSON lines or Parquet (.gz, .zst): prompt_ids + output_ids, input_ids + loss_mask, or messages.",
+        help="JSON lines or Parquet: prompt_ids + output_ids, input_ids + loss_mask, or messages.",
         show_default=False,
     ),
 ]
