@@ -16,7 +16,6 @@ from operators.conditions import Condition, Summary
 from operators.kube import Object, timestamp
 from operators.observed import STAGES, Failure, Observed, Record, Stage, hash_of
 from operators.plan import current_stage
-from operators.status import DrafterStatus
 
 _RECORD = TypeAdapter(Record)
 
@@ -154,12 +153,6 @@ def events(old: Object, new: Object) -> list[Event]:
         where = f"{failure['role']} {failure['index']}, attempt {failure['attempt']}"
         told.append(Event("Warning", failure["reason"], f"{where}: {failure['message']}"))
     return told
-
-
-def check(status: Object) -> Object:
-    """The same status; ValidationError where it would be refused by the CRD."""
-    DrafterStatus.model_validate(status)
-    return status
 
 
 def _stage(

@@ -78,10 +78,16 @@ class DrafterStatus(Section):
     """What `kubectl get` and `kubectl describe` show."""
 
     observed_generation: int = Field(0, ge=0, description="Generation of the spec that was last acted on.")
-    stage: str = Field("", max_length=32, description="The stage at work, or Done.")
+    stage: str = Field("", max_length=32, description="The stage at work, or done.")
     phase: str = Field(
-        "", max_length=32, description="Queued, Pending, Starting, Running, Suspended, Stalled or Done."
+        "",
+        max_length=32,
+        description=(
+            "Queued (no room), Pending (not started), Generating, Training, Evaluating, Promoting, Ready, "
+            "Suspended or Stalled."
+        ),
     )
+    message: str = Field("", max_length=2048, description="What goes on, in a sentence.")
     stages: list[StageStatus] = Field([], max_length=3, description="The chain.")
     attempt: int = Field(0, ge=0, description="The training attempt at work, counted from 0.")
     restarts: int = Field(0, ge=0, description="Attempts lost to errors.")

@@ -487,6 +487,19 @@ def clear() -> None:
         shutil.rmtree(ROOT)
 
 
+def leftovers() -> list[str]:
+    """What of a cluster is still on this machine: empty after `clear`, whoever was killed before it."""
+    found = [f"process {pid}" for pid in _our_processes()]
+    found += [f"mount {mount}" for mount in _our_mounts()]
+    found += [f"cgroup {cgroup}" for cgroup in _cgroups() if cgroup.exists()]
+    found += [str(path) for path in (ROOT, Path("/sys/class/net", BRIDGE)) if path.exists()]
+    found += [f"lease {path}" for path in Path("/var/lib/cni/results").glob(f"{CNI_NETWORK}-*")]
+    if shutil.which("nft"):
+        tables = subprocess.run(["nft", "list", "tables"], check=False, capture_output=True, text=True).stdout
+        found += [f"nftables {line}" for line in tables.splitlines() if line.endswith(" kube-proxy")]
+    return found
+
+
 def _our_processes() -> Iterator[int]:
     """Processes with our root among their arguments (and this is not us), and those in our cgroup."""
     mark = str(ROOT).encode()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import binaries, images
-from tests.cluster.cluster import ROOT, Cluster
+from tests.cluster.cluster import ROOT, Cluster, leftovers
 from tests.cluster.release import FILES, Release
 
 Object = dict[str, Any]
@@ -35,6 +35,7 @@ def cluster() -> Iterator[Cluster]:
     with made:
         made.import_image(images.host_python(ROOT / "images"))
         yield made
+    assert leftovers() == [], "the cluster leaves nothing on the machine"
 
 
 @pytest.fixture(scope="session")
