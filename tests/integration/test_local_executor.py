@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
@@ -17,8 +18,6 @@ from dflash.resource.load import load_resource
 from dflash.storage.embedded import EmbeddedStore
 from operators.observe import outputs_of
 
-MODEL_CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8}
-
 
 class Place:
     """A folder with a Drafter file, and ways to run it."""
@@ -26,6 +25,7 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.file = folder / "drafter.yaml"
+        self.processes: list[subprocess.Popen[str]] = []
         (folder / "fakes").mkdir()
         (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "question {i}"}}\n' for i in range(6)))
         self.declare()
@@ -47,17 +47,20 @@ class Place:
         self.file.write_text(json.dumps(document))
 
     def start(self, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.support.fake_run", "--plain", str(self.file)],
-            env={**os.environ, "FAKE_FOLDER": str(self.folder / "fakes"), **environment},
-            stdout=subprocess.PIPE,
-            stderr=(self.folder / "stderr").open("a"),
-            text=True,
-        )
+        with (self.folder / "stderr").open("a") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.fake_run", "--plain", str(self.file)],
+                env={**os.environ, "FAKE_FOLDER": str(self.folder / "fakes"), **environment},
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+        self.processes.append(process)
+        return process
 
     def run(self, **environment: str) -> tuple[int, str]:
         process = self.start(**environment)
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=250)
         return process.returncode, out
 
     @property
@@ -89,8 +92,12 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path)
+    yield place
+    for process in place.processes:  # what a failed test left; children die with it
+        process.kill()
+        process.communicate()
 
 
 def nothing_is_left(place: Place) -> bool:
@@ -172,7 +179,7 @@ def test_inputs_are_written_down_beside_each_output(place):
 def test_a_killed_child_is_replaced_and_the_run_ends_with_the_same_outputs(place, role):
     process = place.start(FAKE_STEPS="20", FAKE_PAUSE="0.1")
     os.kill(place.wait_for(role), signal.SIGKILL)
-    process.communicate(timeout=120)
+    process.communicate(timeout=250)
     assert process.returncode == 0, place.stderr
     assert "Killed" in place.stderr
     attempts = {attempt for started, _, attempt, _ in place.starts() if started == "drafter"}
@@ -210,7 +217,7 @@ def test_a_killed_s3_server_is_started_again_under_the_running_jobs(place):
     ]
     assert servers
     servers[0].kill()
-    process.communicate(timeout=120)
+    process.communicate(timeout=250)
     assert process.returncode == 0, place.stderr
 
 
@@ -305,7 +312,7 @@ def test_status_is_told_during_a_run_and_after_it(place):
     states = {stage["name"]: stage["state"] for stage in during["stages"]}
     assert states == {"generation": "done", "training": "running", "evaluation": "waiting"}
     assert during["stages"][1]["progress"]["total"] == 40
-    process.communicate(timeout=120)
+    process.communicate(timeout=250)
     after = orjson.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert (after["phase"], after["promoted"]) == ("ready", True)
     assert after["report"]["acceptance_length"]["pooled"] == 1.5
