@@ -36,7 +36,7 @@ def prepare() -> Path:
     # The loaded object is flagged as quantised and refuses casts: a fresh model takes its weights.
     config = loaded.config
     del config.quantization_config
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
     model.config.dtype = torch.bfloat16
