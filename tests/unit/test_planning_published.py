@@ -103,8 +103,8 @@ def test_a_b200_is_estimated_at_what_it_reached():
 
 
 def test_decoding_27_gigabytes_of_weights_is_bound_by_bandwidth():
-    # History: 27 GB of weights (here: Qwen3-8B's layers, 64 of them, in bf16). One answer at a time cannot beat bandwidth over weights, whatever the batch
-    # up to the card's ratio of FLOP/s to bytes/s, about 290 on a B200.
+    # History: 27 GB of weights (here: 64 of Qwen3-8B's layers in bf16). One answer at a time cannot beat
+    # bandwidth over weights (within 1.1); arithmetic takes over near the card's FLOP/s over bytes/s, 290.
     facts = job({**QWEN3_8B, "num_hidden_layers": 64}, "b200").facts
     assert within(target_cost(facts).weight_bytes, 27e9, 1.02)
     assumed = lengths(100, 1, target_efficiency=1.0, decode_bandwidth_share=1.0)
