@@ -6,6 +6,7 @@ unpacked into an Arrow file on local disk, which is mapped: the operating system
 time. Order, masks and batches are the trainer's.
 """
 
+import os
 import tempfile
 import threading
 from bisect import bisect_right
@@ -139,14 +140,14 @@ class Dataset:
         file = self._files[part]
         path = self._folder / f"{file.sha256}.arrow"
         if not path.exists():
-            packed = self._folder / f"{file.sha256}.parquet"
+            packed = self._folder / f"{file.sha256}.{os.getpid()}.parquet"
             self.store.download_file(FileRecord(key=file.key, size=file.size, sha256=file.sha256), packed)
             table = pq.read_table(packed)
             if table.num_rows != file.rows:
                 raise DflashError(
                     f"part {file.key} has {table.num_rows} rows and its manifest says {file.rows}"
                 )
-            partial = path.with_suffix(".partial")
+            partial = path.with_suffix(f".{os.getpid()}.partial")  # a cache may be shared
             with pa.ipc.new_file(partial, table.schema) as writer:
                 writer.write_table(table.combine_chunks())
             packed.unlink()

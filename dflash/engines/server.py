@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -131,6 +132,13 @@ class ServerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
+
+    def close(self) -> None:
+        """End the server, which is no longer needed. The log of one that failed is kept for reading."""
+        worked = self.alive
+        self.kill()
+        if worked:
+            shutil.rmtree(self._log.parent, ignore_errors=True)
 
 
 def _free_port() -> int:

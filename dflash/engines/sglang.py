@@ -278,7 +278,7 @@ class SglangEngine(Engine):
         for server in self._servers:
             server.client.close()
         if self._process is not None:
-            await asyncio.to_thread(self._process.kill)
+            await asyncio.to_thread(self._process.close)
 
 
 class _FalseAnswerError(Exception):

@@ -16,7 +16,7 @@ from dflash.data.parts import Manifest, find_manifest
 from dflash.data.prompts import Prompt, PromptCounts, is_held_out
 from dflash.data.render import Renderer
 from dflash.engines.engine import Engine
-from dflash.errors import ConfigurationError, Preempted
+from dflash.errors import ConfigurationError, DflashError, Preempted
 from dflash.generation.answering import Answerer
 from dflash.generation.canary import check_engine
 from dflash.generation.committing import Committer
@@ -66,6 +66,7 @@ class Worker:
         self._ready_tokens = 0
         self._ready_since = 0.0
         self._lanes: set[asyncio.Task[None]] = set()
+        self._commit: asyncio.Task[None] | None = None
         self._exhausted = False
         self._stop: BaseException | None = None
         self._changed = asyncio.Event()
@@ -160,8 +161,8 @@ class Worker:
             async with asyncio.timeout(_LAST_COMMIT_SECONDS if self._stop else None):
                 await self._commit_ready()
                 await asyncio.to_thread(self._report)
-        except TimeoutError:
-            log.warning("the store did not take the last %d samples in time", len(self._ready))
+        except (TimeoutError, DflashError) as error:
+            self._end_with(error)  # what is not committed is generated again
         if self._stop is not None:
             raise self._stop
 
@@ -212,15 +213,12 @@ class Worker:
                 await self._commit_ready()
 
     async def _commit_ready(self) -> None:
-        """Commit all that is ready. Cancelling does not interrupt a commit: it ends in its thread."""
+        """Commit all that is ready, after the commit that is under way. Cancelling interrupts neither."""
+        if self._commit is not None:
+            await asyncio.shield(self._commit)
         batch, self._ready, self._ready_tokens = self._ready, [], 0
-        self._ready_since = time.monotonic()
-        commit = asyncio.create_task(asyncio.to_thread(self._committer.commit, batch))
-        try:
-            await asyncio.shield(commit)
-        except asyncio.CancelledError:
-            await asyncio.wait([commit], timeout=_LAST_COMMIT_SECONDS)
-            raise
+        self._commit = asyncio.create_task(asyncio.to_thread(self._committer.commit, batch))
+        await asyncio.shield(self._commit)
 
     async def _keep_reporting(self) -> None:
         while True:

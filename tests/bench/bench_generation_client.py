@@ -40,7 +40,7 @@ def _measure(folder: Path, server: EmbeddedStore, count: int) -> dict[str, float
     prompts = folder / f"prompts-{count}.jsonl"
     with prompts.open("w") as file:
         for number in range(count):
-            text = f"Explain in a few sentences what happens when {number} people meet {number % 97} others in a park."
+            text = f"Explain in a few sentences what happens when {number} people meet {number % 97} others."
             file.write(json.dumps({"id": number, "prompt": text}) + "\n")
     port = free_port()
     fake = subprocess.Popen([sys.executable, "-m", "tests.support.fake_engine", str(port), str(TOKENS)])
