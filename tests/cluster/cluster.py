@@ -452,6 +452,20 @@ def _make_cgroup() -> None:
                 file.write_text((cgroup.parent / name).read_text())
 
 
+def _remove_cgroups() -> bool:
+    """Remove ours, innermost first; False while some are busy."""
+    done = True
+    for cgroup in _cgroups():
+        for folder in [*sorted(cgroup.rglob("*/"), reverse=True), cgroup]:
+            try:
+                folder.rmdir()
+            except FileNotFoundError:
+                continue
+            except OSError:
+                done = False
+    return done
+
+
 # -- clearing --------------------------------------------------------------------------------
 
 
@@ -466,10 +480,10 @@ def clear() -> None:
         time.sleep(0.1)
     for mount in _our_mounts():
         subprocess.run(["umount", "--lazy", mount], check=False, capture_output=True)
-    for cgroup in _cgroups():
-        for folder in [*sorted(cgroup.rglob("*/"), reverse=True), cgroup]:
-            if folder.is_dir():
-                folder.rmdir()
+    while not _remove_cgroups():  # a process that has just been killed may still be in one
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the cgroups {CGROUP} of the test cluster stay busy")
+        time.sleep(0.1)
     if Path("/sys/class/net", BRIDGE).exists():
         subprocess.run(["ip", "link", "delete", BRIDGE], check=True, capture_output=True)
     if ROOT.exists() and shutil.which("nft"):
