@@ -15,7 +15,7 @@ export UV_PYTHON_DOWNLOADS := never
 # One file in the cache, one link in each checkout: a second clone installs in seconds.
 export UV_LINK_MODE ?= hardlink
 
-.PHONY: help demo test lint format bench soak serve-env cluster cluster-down references
+.PHONY: help demo test test-cluster test-sglang lint format bench soak serve-env cluster cluster-down references
 
 help:  ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,13 @@ demo: .venv/.synced  ## Train and measure a drafter for a small real model, here
 
 test: lint  ## Lint, type-check and run every test that is not a soak
 	@$(RUN) -m pytest -n 2 --dist loadgroup
+	@$(MAKE) --no-print-directory test-cluster test-sglang
+
+test-cluster: .venv/.synced  ## The tests on a real Kubernetes (skipped with a reason without root, Linux or Go)
+	@$(RUN) -m pytest -m cluster tests/cluster
+
+test-sglang: .venv/.synced .venv-serve/.synced  ## The tests against the real serving engine, on the CPU
+	@$(RUN) -m pytest -m sglang tests/integration
 
 lint: .venv/.synced  ## Style, types and import rules
 	@.venv/bin/ruff check
@@ -58,4 +65,11 @@ bench: .venv/.synced  ## List the benchmarks, or run one: make bench NAME=pipeli
 soak: .venv/.synced  ## The tests that are too long for every change
 	@$(RUN) -m pytest -m soak --timeout 7200
 
+references: .venv/.synced  ## Renew the generated parts of the READMEs
+	@$(RUN) -m dflash.resource.reference
+	@$(RUN) -m jobs.reference
+	@$(RUN) charts/docs.py
+
 serve-env: .venv-serve/.synced  ## The serving engine's environment, for the tests that use the real one
+
+include tests/cluster/cluster.mk
