@@ -12,18 +12,20 @@ import sys
 import time
 from typing import Any
 
-from dflash.errors import DflashError
+from dflash.errors import ConfigurationError, DflashError, TemporaryError
 from dflash.resource.storage import Storage
 from dflash.storage.location import location_of
 from dflash.storage.probe import probe
 from dflash.storage.store import Store
 from operators.crd import SCHEMA_HASH, crd, missing_fields
-from operators.kube import DEFINITIONS, Kube
+from operators.kube import DEFINITIONS, ApiError, Kube, NotFound, Unreachable
 from operators.manager import Manager
 from operators.settings import OperatorSettings
 from operators.view import StoreView
 
 log = logging.getLogger("operators")
+
+_API_SECONDS = 600.0
 
 
 class JsonLines(logging.Formatter):
@@ -72,7 +74,7 @@ def run(arguments: list[str]) -> int:
             definition["metadata"]["annotations"][SCHEMA_HASH],
         )
         return 0
-    lacking = missing_fields(kube)
+    lacking = _lacking(kube)
     if lacking:
         log.error(
             "the cluster's CRD is older than this operator: it lacks %s and would drop them silently. Helm "
@@ -92,6 +94,28 @@ def run(arguments: list[str]) -> int:
     sys.stderr.flush()
     # Not sys.exit: a worker that waits for the store must not keep a process that may no longer act.
     os._exit(0 if kept else 1)
+
+
+def _lacking(kube: Kube) -> list[str]:
+    """Fields that the cluster's CRD lacks, waiting for an API server that is away.
+
+    To end would be to be started again after ever longer pauses, and to come back late.
+    """
+    deadline = time.monotonic() + _API_SECONDS
+    while True:
+        try:
+            return missing_fields(kube)
+        except NotFound as error:
+            raise ConfigurationError(
+                f"{error.message}: the CRD is not installed; run `kubectl apply --server-side -f charts/crds/`"
+            ) from error
+        except (Unreachable, ApiError) as error:
+            if time.monotonic() > deadline:
+                raise TemporaryError(
+                    f"the API server has not answered for {_API_SECONDS:.0f} s: {error}"
+                ) from error
+            log.warning("waiting for the API server: %s", error)
+            time.sleep(2.0)
 
 
 def probe_store(uri: str) -> int:

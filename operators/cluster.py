@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 _TAKE_OVER = "dflash.dev/take-over"
 """Annotation with the value "true": this Drafter goes on with what another of its name has made."""
+_FINISHED_KEPT = 12
+"""Finished Jobs of a Drafter that are kept: four stages' worth of a few runs, or as many lost attempts."""
 _LOST_RACE_SECONDS = 0.2
 _PREDECESSOR_SECONDS = 1.0
 
@@ -126,6 +128,7 @@ class Cluster:
                 self._view.describe(drafter, item["metadata"]["uid"], STAGE_OF[action.role])
             self._act(action, owner, work)
         self._keep_services(name, owner)
+        self._tidy(name)
         return self._next_look(name, decided, seen, now)
 
     # -- looking -----------------------------------------------------------------------------
@@ -368,6 +371,17 @@ class Cluster:
             self._kube.apply(
                 SERVICES, self._namespace, manifests.service(Start(role, output, attempt, (), 1), owner)
             )
+
+    def _tidy(self, name: str) -> None:
+        """Keep the newest finished Jobs, to be read by a person, and remove older ones and idle Services."""
+        jobs = self._caches.jobs.labelled(name)
+        finished = [j for j in jobs if is_finished(j) and "deletionTimestamp" not in j["metadata"]]
+        finished.sort(key=lambda j: j["metadata"]["creationTimestamp"])
+        for job in finished[: max(0, len(finished) - _FINISHED_KEPT)]:
+            self._kube.delete(JOBS, self._namespace, job["metadata"]["name"], "Background")
+        for job in finished:
+            if self._caches.services.get(job["metadata"]["name"]):
+                self._kube.delete(SERVICES, self._namespace, job["metadata"]["name"], "Background")
 
 
 class _StillThereError(Exception):

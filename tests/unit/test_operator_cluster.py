@@ -143,6 +143,25 @@ def test_targets_grow_and_shrink_without_touching_the_drafters() -> None:
     assert [n for n in world.made if "-dft-" in n] == [n for n in world.made if n.endswith("-a0")]
 
 
+def test_old_jobs_are_removed_and_what_is_done_is_not_done_again() -> None:
+    world = FakeCluster()
+    drive(world)
+    for number in range(12):
+        world.declare(evaluation={"samples": number + 1})
+        drive(world)
+    for _ in range(5):
+        world.operator().reconcile("d")
+        world.controllers()
+        world.api.clock += 4000
+    assert len(world.api.objects["jobs"]) == 12
+    assert world.api.objects["services"] == {}
+    made = list(world.made)
+    world.api.objects["jobs"].clear()
+    world.api.objects["pods"].clear()
+    drive(world)
+    assert world.made == made, "the store says that all is done, whatever became of the Jobs"
+
+
 def test_a_spec_changed_while_it_is_looked_at_is_looked_at_again() -> None:
     world = FakeCluster()
     operator = world.operator()
