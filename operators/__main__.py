@@ -26,6 +26,7 @@ from operators.view import StoreView
 log = logging.getLogger("operators")
 
 _API_SECONDS = 600.0
+_CRD_SECONDS = 60.0
 
 
 class JsonLines(logging.Formatter):
@@ -101,21 +102,24 @@ def _lacking(kube: Kube) -> list[str]:
 
     To end would be to be started again after ever longer pauses, and to come back late.
     """
-    deadline = time.monotonic() + _API_SECONDS
+    started = time.monotonic()
     while True:
+        waited = time.monotonic() - started
         try:
             return missing_fields(kube)
-        except NotFound as error:
-            raise ConfigurationError(
-                f"{error.message}: the CRD is not installed; run `kubectl apply --server-side -f charts/crds/`"
-            ) from error
+        except NotFound as error:  # a CRD that was installed a moment ago is published a little later
+            if waited > _CRD_SECONDS:
+                raise ConfigurationError(
+                    f"the CRD is not installed ({error.message}): kubectl apply --server-side -f charts/crds/"
+                ) from error
+            log.warning("waiting for the CRD: %s", error.message)
         except (Unreachable, ApiError) as error:
-            if time.monotonic() > deadline:
+            if waited > _API_SECONDS:
                 raise TemporaryError(
-                    f"the API server has not answered for {_API_SECONDS:.0f} s: {error}"
+                    f"the API server has not answered for {waited:.0f} s: {error}"
                 ) from error
             log.warning("waiting for the API server: %s", error)
-            time.sleep(2.0)
+        time.sleep(2.0)
 
 
 def probe_store(uri: str) -> int:
