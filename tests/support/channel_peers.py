@@ -230,7 +230,7 @@ def start_drafter(folder: Folder, index: int, signal_at: tuple[int, int]):
     return process
 
 
-QUICK = Timeouts(hello=10, heartbeat=0.1, silence=1.0, request=10, transfer=5, discovery=0.1, no_target=20)
+QUICK = Timeouts(hello=15, heartbeat=0.1, silence=2.0, request=30, transfer=5, discovery=0.1, no_target=60)
 
 
 def connect(
