@@ -111,7 +111,7 @@ def _drafter(job: Job, work: Workload, drafters: int, reserved: dict[str, float]
         context=round(together * work.length),
         blocks=together * work.blocks,
         rows=round(together * work.rows),
-        seen=together * work.seen(),
+        seen=(),  # what blocks see costs time, not memory
         teacher_rows=round(together * work.teacher_rows),
         bytes_per_value=width,
     )

@@ -30,7 +30,7 @@ from dflash.resource import DrafterSpec
 from dflash.resource.load import load_resource
 
 _CHARACTERS_PER_TOKEN = 4.0
-_WIDTH = 120
+_WIDTH = 140
 """Columns that the widest table needs; in a narrower terminal lines are wrapped, never cut."""
 
 
@@ -290,7 +290,7 @@ def _fleets(plan: RunPlan) -> Table:
     columns = ["", "GPUs", "targets:drafters", "train tok/s", "limited by", "generate", "train", "evaluate"]
     columns += ["in all", "GPU-hours"] + (["cost", "per M tokens"] if money else [])
     for name in columns:
-        table.add_column(name, justify="left" if name in ("", "limited by") else "right")
+        table.add_column(name, justify="left" if name in ("", "limited by") else "right", no_wrap=True)
     for row in plan.rows:
         cells = [
             "*" if row == plan.recommended else "" if row.fits else "does not fit",
