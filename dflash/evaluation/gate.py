@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dflash import layout
 from dflash.errors import TemporaryError
-from dflash.evaluation.acceptance import Slice
 from dflash.resource.evaluation import EvaluationGate
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what judges needs numpy; the operator, which only promotes, has none
+    from dflash.evaluation.acceptance import Slice
     from dflash.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ _GAP = 0.5
 _GAP_VERIFICATIONS = 100
 
 
-def largest_gap(slices: Mapping[str, Mapping[str, Slice]]) -> str:
+def largest_gap(slices: "Mapping[str, Mapping[str, Slice]]") -> str:
     """A sentence when one kind of prompt accepts less than half the drafts of another; else "".
 
     A drafter trained in one language or thinking mode does poorly in another: data, not training, is
