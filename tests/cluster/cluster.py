@@ -54,6 +54,8 @@ log = logging.getLogger("tests.cluster")
 class Cluster:
     """The throwaway cluster; `control_plane_only` leaves out the node (no pod ever starts)."""
 
+    throwaway = True
+
     def __init__(self, control_plane_only: bool = False) -> None:
         self.control_plane_only = control_plane_only
         self.kubeconfig = ROOT / "pki" / "admin.conf"
@@ -251,6 +253,33 @@ class Cluster:
     def import_image(self, archive: Path) -> None:
         """Make an image archive (docker-archive tar) known to the node."""
         self.ctr("images", "import", str(archive))
+
+
+class ExistingCluster(Cluster):
+    """A cluster that somebody else runs, by its kubeconfig. Nothing on this machine is started or cleared."""
+
+    throwaway = False
+
+    def __init__(self, kubeconfig: Path) -> None:
+        self.kubeconfig = kubeconfig
+        self._processes = {}
+        self._lock = None
+
+    @property
+    def helm_path(self) -> str:
+        """helm of the PATH."""
+        return "helm"
+
+    @property
+    def kubectl_path(self) -> str:
+        """kubectl of the PATH."""
+        return "kubectl"
+
+    def start(self) -> None:
+        """It runs already."""
+
+    def stop(self) -> None:
+        """It goes on."""
 
 
 def _run_client(command: list[str], kubeconfig: Path, stdin: str | None, check: bool, timeout: float) -> str:

@@ -1,6 +1,7 @@
 """Fixtures: one throwaway cluster a session, a namespace with a release and a small Drafter a test."""
 
 import json
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.cluster import binaries, images
-from tests.cluster.cluster import ROOT, Cluster, leftovers
-from tests.cluster.release import FILES, Release
+from tests.cluster.cluster import ROOT, Cluster, ExistingCluster, leftovers
+from tests.cluster.release import CHART, FILES, Release
 
 Object = dict[str, Any]
 
@@ -27,7 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A running cluster with the CRD not yet installed."""
+    """A running cluster: the one of DFLASH_TEST_KUBECONFIG, or a throwaway one."""
+    given = os.environ.get("DFLASH_TEST_KUBECONFIG")
+    if given:
+        yield ExistingCluster(Path(given))
+        return
     try:
         made = Cluster()
     except binaries.CannotRun as error:
@@ -36,6 +41,17 @@ def cluster() -> Iterator[Cluster]:
         made.import_image(images.host_python(ROOT / "images"))
         yield made
     assert leftovers() == [], "the cluster leaves nothing on the machine"
+
+
+@pytest.fixture(scope="session")
+def namespace(cluster: Cluster) -> Iterator[str]:
+    """A namespace in a cluster that has the CRD, for what needs no pods."""
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CHART / "crds"))
+    cluster.kubectl("wait", "--for=condition=Established", "crd/drafters.dflash.dev", "--timeout=30s")
+    name = f"test-{secrets.token_hex(4)}"
+    cluster.kubectl("create", "namespace", name)
+    yield name
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +84,8 @@ def installed(cluster: Cluster, files: Path) -> Iterator[Release]:
 @pytest.fixture(scope="module")
 def module_release(cluster: Cluster, files: Path) -> Iterator[Release]:
     """A release shared by the tests of a module, since installing takes a while."""
+    if not cluster.throwaway:
+        pytest.skip("its pods mount this machine's Python: unset DFLASH_TEST_KUBECONFIG")
     with installed(cluster, files) as release:
         yield release
 
