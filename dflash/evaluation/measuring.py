@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dflash.evaluation import acceptance, launch
 from dflash.evaluation.answers import DFLASH, MTP, NONE, Answer, Question
+from dflash.evaluation.diagnosis import Diagnosis, diagnose
 from dflash.evaluation.equality import Equality
 from dflash.evaluation.in_process import InProcess, device_name
 from dflash.evaluation.ledger import Ledger
@@ -14,11 +17,16 @@ from dflash.evaluation.live import StageProgress
 from dflash.evaluation.report import Measurement, measure
 from dflash.evaluation.roofline import Roofline
 from dflash.evaluation.served import Served
+from dflash.model.checkpoint import load_export
 from dflash.model.facts import TargetFacts
 from dflash.model.shape import DraftShape
 from dflash.model.source import fingerprint, model_folder
+from dflash.model.target import load_tables, load_target
 from dflash.resource import DrafterSpec
 from dflash.storage.store import Store
+
+_DIAGNOSED = 12
+"""Answers that a diagnosis looks at."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,28 @@ def through_sglang(work: Work) -> Findings:
             "effective": run.effective,
         },
         fingerprint=fingerprint(model_folder(spec.target.model, spec.target.revision)),
+    )
+
+
+def diagnosis_of(work: Work, tokenizer: Any) -> Diagnosis:
+    """Look for a fault in a drafter that accepts little, on plain answers already there."""
+    spec = work.spec
+    work.progress.say("diagnosing the drafter")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = load_target(spec.target.model, spec.target.revision, spec.evaluation.dtype, device)
+    tables = load_tables(spec.target.model, spec.target.revision, spec.evaluation.dtype, device)
+    drafter, _ = load_export(work.export)
+    plain = work.ledger.of(NONE, spec.evaluation.concurrency[0]) or work.ledger.of(NONE, 1)
+    longest = sorted((a for a in plain if a.repeat == 0), key=lambda a: -len(a.tokens))[:_DIAGNOSED]
+    prompts = {q.sample_id: q.prompt_ids for q in work.questions}
+    beyond = range(len(tokenizer), min(len(tokenizer) + 4, work.facts.vocab_size))
+    masks = list(dict.fromkeys([*tokenizer.all_special_ids[:12], *beyond]))
+    return diagnose(
+        target,
+        tables,
+        drafter.to(target.device, target.dtype).eval(),
+        [(prompts[a.sample_id], a.tokens) for a in longest],
+        masks,
     )
 
 

@@ -8,7 +8,7 @@ import json
 import logging
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from dflash.evaluation import acceptance, gate, page, plots
 from dflash.evaluation.answers import DFLASH
 from dflash.evaluation.ledger import Ledger
 from dflash.evaluation.live import StageProgress
-from dflash.evaluation.measuring import Findings, Work, in_process, live_figures, through_sglang
+from dflash.evaluation.measuring import Findings, Work, diagnosis_of, in_process, live_figures, through_sglang
 from dflash.evaluation.questions import read_questions
 from dflash.evaluation.report import Report, training_summary, warnings
 from dflash.model.checkpoint import shape_of_config
@@ -33,6 +33,9 @@ from dflash.storage.store import NotFound, Store
 from dflash.tracking.jsonl import read_rows
 
 log = logging.getLogger(__name__)
+
+_WEAK = 1.3
+"""Below this acceptance length a drafter is looked into, whatever the gate asks."""
 
 
 def run_stage(store: Store, resource: Drafter, *, dataset: str, drafter: str, evaluation: str) -> Report:
@@ -82,7 +85,7 @@ def _measure(
     )
     findings = through_sglang(work) if _engine(spec) == "sglang" else in_process(work)
     progress.say("writing the report")
-    return _report(resource, work, findings, names)
+    return _report(resource, work, findings, tokenizer, names)
 
 
 def _engine(spec: DrafterSpec) -> str:
@@ -98,7 +101,9 @@ def _metrics(store: Store, drafter: str) -> list[dict[str, Any]]:
     return read_rows(store.get(key)) if store.exists(key) else []
 
 
-def _report(resource: Drafter, work: Work, findings: Findings, names: dict[str, str]) -> Report:
+def _report(
+    resource: Drafter, work: Work, findings: Findings, tokenizer: Any, names: dict[str, str]
+) -> Report:
     spec, questions, shape = work.spec, work.questions, work.shape
     training = training_summary(_metrics(work.store, names["drafter"]))
     by_id = {q.sample_id: q for q in questions}
@@ -110,16 +115,18 @@ def _report(resource: Drafter, work: Work, findings: Findings, names: dict[str, 
             "measure; raise evaluation.maxTokens or use other prompts"
         )
     differences = findings.differences
-    verdict = gate.judge(
-        spec.evaluation.gate,
-        gate.Evidence(
-            acceptance_length=first.acceptance_length.pooled,
-            speedup=first.speedup,
-            divergences=None if differences is None else differences.divergences,
-            gap=gate.largest_gap(slices),
-            training_accuracy=None if training is None else training.final.get("train/accuracy"),
-        ),
+    evidence = gate.Evidence(
+        acceptance_length=first.acceptance_length.pooled,
+        speedup=first.speedup,
+        divergences=None if differences is None else differences.divergences,
+        gap=gate.largest_gap(slices),
+        training_accuracy=None if training is None else training.final.get("train/accuracy"),
     )
+    diagnosis = None
+    if evidence.acceptance_length < _WEAK or not gate.judge(spec.evaluation.gate, evidence).passed:
+        diagnosis = diagnosis_of(work, tokenizer)
+        evidence = replace(evidence, diagnosis=diagnosis.sentence if diagnosis.fault else "")
+    verdict = gate.judge(spec.evaluation.gate, evidence)
     found = warnings(findings.answers, slices, trained_length=spec.training.max_length, questions=by_id)
     if spec.target.dtype != spec.evaluation.dtype:
         found.append(
@@ -145,6 +152,7 @@ def _report(resource: Drafter, work: Work, findings: Findings, names: dict[str, 
         differences=differences,
         contenders=findings.measurements,
         gate=verdict,
+        diagnosis=None if diagnosis is None else diagnosis.model_dump(),
         roofline=None if findings.roofline is None else findings.roofline.model_dump(),
         warnings=findings.warnings + found,
         temperature=spec.evaluation.temperature,
