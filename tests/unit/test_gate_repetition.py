@@ -80,10 +80,10 @@ def test_the_cost_of_a_token_does_not_grow_with_the_length_of_its_loop() -> None
         ids = np.resize(fresh(40), length)
         best = np.inf
         for _ in range(7):
-            began = time.perf_counter()
+            began = time.thread_time()
             for _ in range(65_536 // length):
                 measure(ids)
-            best = min(best, time.perf_counter() - began)
+            best = min(best, time.thread_time() - began)
         return best / 65_536
 
     assert seconds_a_token(32_768) < 2 * seconds_a_token(1024)
