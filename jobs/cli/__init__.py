@@ -17,6 +17,7 @@ from dflash.errors import DflashError, ExitCode
 _MOUNTED = {
     "dataset": "Look into a generated dataset.",
     "report": "Read evaluation reports.",
+    "serve-args": "Print the flags that serve the promoted drafter.",
 }
 
 app = typer.Typer(
