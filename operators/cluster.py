@@ -18,7 +18,7 @@ from dflash.progress import Progress
 from dflash.resource import Drafter
 from dflash.resource.load import Document, parse_resource
 from operators import manifests, names, report
-from operators.actions import Action, Promote, Start, StopChild, StopGroup
+from operators.actions import Action, Promote, Start, StopChild, StopGroup, Wait
 from operators.conditions import Summary, refused, summarize
 from operators.informer import Informer
 from operators.kube import (
@@ -191,7 +191,11 @@ class Cluster:
             with self._lock:
                 self._look_at[name] = now + self._pace.settled_resync
             return self._pace.resync
-        wait = self._pace.poll if any(c.live for c in seen.children) else self._pace.resync
+        acted = any(not isinstance(a, Wait) for a in decided.actions)
+        busy = acted or any(c.live for c in seen.children)
+        wait = self._pace.poll if busy else self._pace.resync
+        if any(isinstance(a, Promote) for a in decided.actions):
+            wait = 0.0  # nothing on the cluster changes by it that would bring us back
         if decided.wake_at is not None:
             # A little later than the moment itself, so that it has passed by then on any clock.
             wait = min(wait, max(decided.wake_at - self._clock(), 0.0) + 0.05)

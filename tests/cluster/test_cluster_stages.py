@@ -104,7 +104,7 @@ def test_training_survives_its_pods_and_suspension_and_resumes_from_its_checkpoi
     release.kubectl("delete", "pod", drafter["metadata"]["name"], "--wait=false")
     release.wait("attempt 1", lambda: release.status("long")["attempt"] == 1, 60, "long")
     release.wait("a pod of attempt 1", lambda: _attempts(release) == ["1"], 60, "long")
-    assert release.status("long")["disruptions"] == 1
+    assert release.status("long")["disruptions"] == 2, "the target's and the drafter's"
     failure = release.status("long")["lastFailure"]
     assert (failure["role"], failure["index"], failure["attempt"]) == ("drafter", 0, 0)
     release.wait("a step of attempt 1", lambda: _step(release, attempt=1) > 0, 200, "long")
@@ -123,7 +123,7 @@ def test_training_survives_its_pods_and_suspension_and_resumes_from_its_checkpoi
     release.wait_condition("long", "Suspended", "True", 60, "Suspended")
     release.wait("no pods", lambda: not release.pods("long"), 60, "long")
     status = release.status("long")
-    assert (status["phase"], status["restarts"], status["disruptions"]) == ("Suspended", 0, 1)
+    assert (status["phase"], status["restarts"], status["disruptions"]) == ("Suspended", 0, 2)
     _suspend(release, False)
     release.wait("attempt 2 to run", lambda: _attempts(release) == ["2"], 60, "long")
     release.wait("a step of attempt 2", lambda: _step(release, attempt=2) > 0, 200, "long")

@@ -162,6 +162,18 @@ def test_old_jobs_are_removed_and_what_is_done_is_not_done_again() -> None:
     assert world.made == made, "the store says that all is done, whatever became of the Jobs"
 
 
+def test_after_a_promotion_it_looks_again_at_once() -> None:
+    world = FakeCluster()
+    drive(world)
+    world.store.promoted = None
+    world.declare(rerun="")
+    operator = world.operator()
+    assert operator.reconcile("d") == 0.0
+    assert world.store.promoted is not None
+    operator.reconcile("d")
+    assert world.status()["phase"] == "Ready"
+
+
 def test_a_spec_changed_while_it_is_looked_at_is_looked_at_again() -> None:
     world = FakeCluster()
     operator = world.operator()
