@@ -10,6 +10,8 @@ from dflash.resource import Drafter
 from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import small_drafter
 
+pytestmark = pytest.mark.timeout(900)
+
 Object = dict[str, Any]
 
 
