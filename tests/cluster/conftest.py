@@ -1,10 +1,10 @@
 """Fixtures: one throwaway cluster a session, a namespace with a release and a small Drafter a test."""
 
+import contextlib
 import json
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,24 @@ from tests.cluster.release import CHART, FILES, Release
 Object = dict[str, Any]
 
 
+_HERE = Path(__file__).parent
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All of this folder needs the cluster, of which there is one: one worker, in order."""
-    here = Path(__file__).parent
     for item in items:
-        if item.path.is_relative_to(here):
-            item.add_marker(pytest.mark.cluster)
+        if item.path.is_relative_to(_HERE):
+            if item.get_closest_marker("soak") is None:
+                item.add_marker(pytest.mark.cluster)
             item.add_marker(pytest.mark.xdist_group("cluster"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build what is missing before the first test's clock starts: it takes ten minutes, once."""
+    wanted = any(item.path.is_relative_to(_HERE) for item in session.items)
+    if wanted and not session.config.option.collectonly and not os.environ.get("DFLASH_TEST_KUBECONFIG"):
+        with contextlib.suppress(binaries.CannotRun):  # the fixture skips and says why
+            binaries.built()
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +79,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
+@contextlib.contextmanager
 def installed(cluster: Cluster, files: Path) -> Iterator[Release]:
     """The chart in a namespace of its own, with an S3 server of its own."""
     namespace = f"test-{secrets.token_hex(4)}"
