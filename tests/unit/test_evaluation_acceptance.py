@@ -99,7 +99,8 @@ def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
     trials = 400
     for _ in range(trials):
         length = acceptance.acceptance_length(*simulated(generator, 60))
-        assert length.pooled_interval and length.per_response_interval
+        assert length.pooled_interval
+        assert length.per_response_interval
         covered["pooled"] += length.pooled_interval.low <= truth.pooled <= length.pooled_interval.high
         covered["mean"] += (
             length.per_response_interval.low <= truth.per_response_mean <= length.per_response_interval.high
