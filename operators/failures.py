@@ -9,12 +9,20 @@ from dataclasses import replace
 from typing import Literal
 
 from dflash.errors import ExitCode
-from operators.observed import Child, Failure, RoleRecord
+from operators.observed import Child, Failure, Role, RoleRecord
 
 Budget = Literal["fatal", "restarts", "disruptions"]
 
 FIRST_DELAY = 1.0
 LONGEST_DELAY = 300.0
+
+
+_MEMORY_ADVICE: dict[Role, str] = {
+    "generate": "give it more memory, or lower spec.generation.inFlight",
+    "target": "give it more memory, or lower spec.training.targetBatchTokens",
+    "drafter": "give it more memory, or lower spec.training.microBatchTokens or queueDepth",
+    "evaluate": "give it more memory, or lower spec.evaluation.concurrency",
+}
 
 
 def budget_of(child: Child) -> Budget:
@@ -62,12 +70,15 @@ def first_of(failed: Iterable[Child]) -> Child:
 
 def describe(child: Child, now: float) -> Failure:
     """The failure as it is kept."""
+    message = child.message[:1000]
+    if child.reason == "OOMKilled":
+        message = f"{message}; {_MEMORY_ADVICE[child.role]}".removeprefix("; ")
     return Failure(
         role=child.role,
         index=child.index,
         attempt=child.attempt,
         reason=reason_of(child),
-        message=child.message[:1000],
+        message=message,
         exit_code=child.exit_code,
         node=child.node,
         at=child.ended_at or now,

@@ -423,8 +423,8 @@ def _exit_code(snapshot: Snapshot) -> int:
     if snapshot.summary.phase != "Stalled" or snapshot.committed.evaluation:
         return int(ExitCode.DONE)
     failure = snapshot.summary.failure
-    known = failure.exit_code if failure is not None else None
-    return int(known) if known in tuple(ExitCode) and known != ExitCode.DONE else int(ExitCode.FAILED)
+    told = (ExitCode.CONFIGURATION, ExitCode.TEMPORARY)
+    return next((int(code) for code in told if failure is not None and failure.exit_code == code), 1)
 
 
 _RECORD = TypeAdapter(Record)

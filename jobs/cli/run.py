@@ -7,7 +7,6 @@ import orjson
 import typer
 
 from dflash import layout
-from dflash.errors import ConfigurationError
 from dflash.resource import Drafter
 from dflash.resource.load import dump_resource, load_resource
 from dflash.storage.commit import fetch_commit, read_commit
@@ -16,7 +15,7 @@ from dflash.storage.store import Store
 from jobs.cli.connect import Connection, connected, home_of
 from jobs.cli.preflight import preflight
 from jobs.cli.results import print_results
-from jobs.cli.validate import uid_of
+from jobs.cli.validate import look_at_paths, uid_of
 from jobs.cli.view import view
 from operators.local import Command, Home, Local, Outcome
 from operators.observe import Outputs, committed, outputs_of
@@ -33,7 +32,7 @@ def run_file(file: Path, *, plain: bool, take_over: bool, command: Command | Non
 
 
 def _run(drafter: Drafter, file: Path, *, plain: bool, take_over: bool, command: Command | None) -> int:
-    _look_at_paths(drafter)
+    look_at_paths(drafter)
     home = home_of(drafter, file)
     name = drafter.metadata.name
     with home.locked(), connected(drafter) as connection:
@@ -58,22 +57,6 @@ def _run(drafter: Drafter, file: Path, *, plain: bool, take_over: bool, command:
             ).run()
         _tell(outcome, home, store, outputs)
     return outcome.exit_code
-
-
-def _look_at_paths(drafter: Drafter) -> None:
-    """What can be seen before the storage is opened."""
-    model = drafter.spec.target.model
-    folder = Path(model)
-    if not folder.is_absolute():
-        return  # a hub id
-    if not folder.is_dir():
-        raise ConfigurationError(
-            f"target.model: {model} is not a folder; give a hub id or the path of a model folder"
-        )
-    if not (folder / "config.json").is_file():
-        raise ConfigurationError(
-            f"target.model: {model} has no config.json; give the folder that holds config.json and weights"
-        )
 
 
 def _check(drafter: Drafter, home: Home, connection: Connection) -> None:

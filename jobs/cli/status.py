@@ -11,12 +11,13 @@ from dflash import layout
 from dflash.progress import Progress
 from dflash.resource import Drafter
 from dflash.resource.load import load_resource
+from dflash.storage.location import is_local
 from dflash.storage.store import Store
-from jobs.cli.connect import connected
+from jobs.cli.connect import connected, home_of
 from jobs.cli.results import rows
 from jobs.cli.view import amount, figures, pace
 from operators.observe import Outputs, committed, outputs_of, progress
-from operators.observed import STAGES, Stage
+from operators.observed import STAGES, Committed, Stage
 
 FRESH_SECONDS = 30.0
 """A progress object this old is of a stage that no longer runs."""
@@ -25,9 +26,12 @@ FRESH_SECONDS = 30.0
 def show_status(file: Path, *, as_json: bool) -> None:
     """Print the state of each stage."""
     drafter = load_resource(file)
-    with connected(drafter, shared=True) as connection:
-        drafter = connection.resolved(drafter)
-        state = status_of(drafter, outputs_of(drafter, connection.store), connection.store)
+    if is_local(drafter.spec.storage.uri) and not home_of(drafter, file).folder.exists():
+        state = status_of(drafter, outputs_of(drafter), None)
+    else:
+        with connected(drafter, shared=True) as connection:
+            drafter = connection.resolved(drafter)
+            state = status_of(drafter, outputs_of(drafter, connection.store), connection.store)
     if as_json:
         typer.echo(orjson.dumps(state, option=orjson.OPT_INDENT_2).decode())
         return
@@ -42,10 +46,13 @@ def show_status(file: Path, *, as_json: bool) -> None:
             typer.echo(f"  {name}: {value}")
 
 
-def status_of(drafter: Drafter, outputs: Outputs, store: Store) -> dict[str, Any]:
-    """The state as plain data: name, phase, promoted, stages (name, hash, state, progress), report."""
+def status_of(drafter: Drafter, outputs: Outputs, store: Store | None) -> dict[str, Any]:
+    """The state as plain data: name, phase, promoted, stages (name, hash, state, progress), report.
+
+    No `store` means that none was made yet.
+    """
     hashes = outputs.hashes
-    done = committed(store, drafter.metadata.name, hashes)
+    done = committed(store, drafter.metadata.name, hashes) if store else Committed()
     names: dict[Stage, str] = {
         "generation": hashes.dataset,
         "training": hashes.drafter,
@@ -53,7 +60,7 @@ def status_of(drafter: Drafter, outputs: Outputs, store: Store) -> dict[str, Any
     }
     stages = []
     for stage in STAGES:
-        seen = progress(store, hashes, stage)
+        seen = progress(store, hashes, stage) if store else None
         fresh = seen is not None and time.time() - seen.updated_at < FRESH_SECONDS
         state = (
             "done" if done.has(stage) else "running" if fresh else "begun" if seen is not None else "waiting"
@@ -68,5 +75,5 @@ def status_of(drafter: Drafter, outputs: Outputs, store: Store) -> dict[str, Any
         "promoted": done.promoted,
         "gate": done.gate,
         "stages": stages,
-        "report": store.find_json(layout.report(hashes.evaluation)),
+        "report": store.find_json(layout.report(hashes.evaluation)) if store else None,
     }

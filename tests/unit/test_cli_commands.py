@@ -77,6 +77,20 @@ def test_a_model_folder_that_is_not_there_ends_a_run_before_the_storage_is_made(
     assert not (tmp_path / "state").exists()
 
 
+def test_the_status_of_a_drafter_that_was_never_run_makes_nothing(tmp_path):
+    done = dflash("status", "--json", with_storage(tmp_path, uri="state"))
+    state = orjson.loads(done.stdout)
+    assert (state["phase"], [s["state"] for s in state["stages"]]) == ("not running", ["waiting"] * 3)
+    assert not (tmp_path / "state").exists()
+
+
+def test_prompts_in_s3_need_a_storage_in_s3(tmp_path):
+    file = Path(with_storage(tmp_path, uri="state"))
+    file.write_text(file.read_text().replace("p.jsonl", "s3://b/p.jsonl"))
+    done = dflash("validate", str(file))
+    assert (done.returncode, "give a local file of prompts" in done.stderr) == (78, True), done.stderr
+
+
 KEYS = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
 
 
