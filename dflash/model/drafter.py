@@ -227,15 +227,16 @@ class DFlashDrafter(nn.Module):
         states [B, D] from `propose`; token: the block's first; embedding, head [V, D]: the target's. The
         argmax of every slot at once, or slot by slot where the head corrects by what was proposed.
         """
-        logits = states @ head.t()
-        tokens = logits.argmax(-1)
-        tokens[0] = token
+        logits = states[1:] @ head.t()
+        chosen = logits.argmax(-1)
+        if self.shape.head == "dflash":
+            return chosen
+        tokens = torch.cat([chosen.new_tensor([token]), chosen])
         for slot in range(1, len(states)):
             corrected = self.correction(states[None], embedding[tokens][None])
-            if corrected is None:
-                break
-            features, table = corrected
-            tokens[slot] = (logits[slot] + table.to(logits.dtype) @ features[0, slot]).argmax()
+            if corrected is not None:
+                features, table = corrected
+                tokens[slot] = (logits[slot - 1] + table.to(logits.dtype) @ features[0, slot]).argmax()
         return tokens[1:]
 
     def _context_feature(self, taps: Tensor) -> Tensor:

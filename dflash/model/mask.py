@@ -11,17 +11,20 @@ serves tests and devices without one; on a CPU, tiles of neighbouring blocks att
 slice of context they can see. All three are built once a step and shared by layers of a kind.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash.model.shape import DraftShape
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _TILE_SLOTS = 256
 """Query slots that attend together on a CPU: enough for an efficient product, few enough to skip context."""
@@ -119,7 +122,7 @@ class FlexAttention:
 
     def __init__(self, layout: BlockLayout, window: int | None) -> None:
         self.mask = flex_mask(layout, window)
-        self._attend = _compiled()[1] if layout.block_anchor.is_cuda else flex_attention
+        self._attend = _flex_functions(layout.block_anchor.is_cuda)[1]
 
     def __call__(self, query: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor]) -> Tensor:
         """See `Attention`."""
@@ -130,15 +133,15 @@ class FlexAttention:
         return torch.Tensor.transpose(seen[0], 0, 1)
 
 
-def flex_mask(layout: BlockLayout, window: int | None) -> BlockMask:
+def flex_mask(layout: BlockLayout, window: int | None) -> "BlockMask":
     """The mask as FlexAttention takes it; built by a compiled function on a GPU (never Q x KV in memory)."""
 
     def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return visible(layout, window, query, key)
 
     slots = len(layout.block_anchor) * layout.block_size
-    build = _compiled()[0] if layout.block_anchor.is_cuda else create_block_mask
-    return build(
+    build = _flex_functions(layout.block_anchor.is_cuda)[0]
+    mask: BlockMask = build(
         mask_mod,
         None,
         None,
@@ -147,16 +150,24 @@ def flex_mask(layout: BlockLayout, window: int | None) -> BlockMask:
         device=str(layout.block_anchor.device),
         BLOCK_SIZE=_FLEX_BLOCK,
     )
+    return mask
 
 
-_compiled_functions: list[tuple[Any, Any]] = []
+@functools.cache
+def _flex_functions(compiled: bool) -> tuple[Any, Any]:
+    """create_block_mask and flex_attention; imported at first use, for it costs a CPU seconds for nothing."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if not compiled:
+        return create_block_mask, flex_attention
+    return torch.compile(create_block_mask), torch.compile(flex_attention)
 
 
-def _compiled() -> tuple[Any, Any]:
-    """create_block_mask and flex_attention, compiled at first use."""
-    if not _compiled_functions:
-        _compiled_functions.append((torch.compile(create_block_mask), torch.compile(flex_attention)))
-    return _compiled_functions[0]
+def compilations() -> int:
+    """Graphs that torch has compiled in this process: constant once all buckets of lengths were seen."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 class TiledAttention:
