@@ -62,6 +62,8 @@ _BATCHES_AHEAD = 3
 """Token budgets outstanding at one target: on the wire, being captured, next in line."""
 _FAULTS_PER_LINK = 3
 """Transfers with a bad reply until a link ends."""
+_LOST_IN_A_ROW = 16
+"""Samples that no target could give, with none delivered between them: then nothing works any more."""
 _PAUSE_SECONDS = (0.5, 10.0)
 """First and longest pause before a target that failed is tried again."""
 _GOODBYE_SECONDS = 3.0
@@ -235,6 +237,7 @@ class HiddenStateClient:
         self._last_cause = "none was found"
         self._wait_seconds = 0.0
         self._waits: RecentShare | None = None
+        self._lost_in_a_row = 0
         self._counts: Counter[str] = Counter()
         self._causes: Counter[str] = Counter()
         self._threads = [
@@ -252,9 +255,10 @@ class HiddenStateClient:
     def stream(self, requests: Iterator[Request]) -> Iterator[Reply]:
         """Replies in the order of `requests`, which is read ahead in another thread.
 
-        Raises TemporaryError when there is no live target for too long or a later attempt has taken
-        over, and whatever `requests` raises. Streams may follow
-        one another, each after the other's end; one that was left in the middle cannot be followed.
+        A sample that no target could give comes in its place without states and says why. Raises
+        DflashError when there are many of these in a row, TemporaryError when there is no live target for
+        too long or a later attempt has taken over, and whatever `requests` raises. Streams may follow one
+        another, each after the other's end; one that was left in the middle cannot be followed.
         """
         if self._streaming:
             raise ValueError("the last stream of this client has not ended: open another client")
@@ -465,6 +469,7 @@ class HiddenStateClient:
                 self._refused(link, item.index, states, now)
             elif self._scheduler.deliver(link.name, item.index, now):
                 link.delivered += 1
+                self._lost_in_a_row = 0
                 self._replies[item.index] = Reply(self._requests[item.index], states)
         if fault is None:
             self._trials.pop(link.member.name, None)
@@ -485,6 +490,9 @@ class HiddenStateClient:
                 f"{link.member.name}: {text}; look at the target's log, and at the sample's row"
             )
             self._replies[index] = Reply(request, None, fault)
+            self._lost_in_a_row += 1
+            if self._lost_in_a_row >= _LOST_IN_A_ROW:
+                raise DflashError(f"{self._lost_in_a_row} samples in a row could not be had: {fault}")
 
     # Links
 
@@ -718,8 +726,8 @@ class HiddenStateClient:
             self._events.put(_Joined(link))
             with own_stream(self._device):
                 self._receive_batches(link, tensors)
-        except (RuntimeError, OSError) as error:  # torch's own errors, or no route
-            self._events.put(_Failed(link, f"tensors: {str(error).splitlines()[0][:300]}"))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this link and no other
+            self._events.put(_Failed(link, f"tensors: {(str(error) or repr(error)).splitlines()[0][:300]}"))
 
     def _receive_batches(self, link: _Link, tensors: TensorLink) -> None:
         """Receive one batch while the one before it is checked; None in the inbox is the end."""

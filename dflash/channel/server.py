@@ -364,7 +364,7 @@ class HiddenStateServer:
                 self._changed.notify_all()
             with own_stream(self._device) as stream:
                 self._send_jobs(link, tensors, stream)
-        except RuntimeError as error:  # torch's own errors of a broken or timed-out group
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this link and no other
             self._drop(link, f"sending failed: {_first_line(error)}")
 
     def _send_jobs(self, link: _Link, tensors: TensorLink, stream: torch.cuda.Stream | None) -> None:

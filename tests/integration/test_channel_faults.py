@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from dflash.channel.keys import KeyPair
-from dflash.errors import Preempted, TemporaryError
+from dflash.errors import DflashError, Preempted, TemporaryError
 from tests.support.channel_peers import QUICK, check, connect, indexes, make_requests, start_drafter
 
 pytestmark = pytest.mark.xdist_group("channel")
@@ -304,6 +304,14 @@ def test_a_sample_that_is_bad_everywhere_is_named(member_folder, start_target):
             assert reply.states is None
             assert re.search(r"sample 'sample-\d+' was refused .* tap 1 is not finite", reply.fault)
         assert time.monotonic() - began < 5.0
+
+
+def test_when_no_sample_can_be_had_any_more_the_stream_says_so(member_folder, start_target):
+    start_target(0, "nan")
+    with connect(member_folder) as client:
+        stream = client.stream(iter(make_requests(60)))
+        with pytest.raises(DflashError, match=r"16 samples in a row could not be had: sample 'sample-\d+'"):
+            list(stream)
 
 
 def test_what_fails_in_the_target_is_told_in_the_drafter(member_folder, start_target):

@@ -164,6 +164,19 @@ def test_a_refused_sample_goes_to_another_target_first():
     assert scheduler.refusals(0) == 3
 
 
+def test_a_sample_that_is_given_up_keeps_its_place_in_the_order():
+    scheduler = started(targets=1, max_refusals=1)
+    for _ in range(3):
+        scheduler.submit(10)
+    scheduler.assign(0.0)
+    assert scheduler.deliver("target-0", 0, 1.0)
+    assert scheduler.deliver("target-0", 2, 1.0)
+    assert scheduler.refuse("target-0", 1, 1.0)
+    assert scheduler.take() == [0]
+    scheduler.give_up(1)
+    assert scheduler.take() == [1, 2]
+
+
 def test_a_sample_refused_by_the_only_idle_target_does_not_block_the_others():
     scheduler = started(capacity=10, targets=2)
     scheduler.submit(10)
