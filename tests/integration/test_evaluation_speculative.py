@@ -172,3 +172,19 @@ def test_an_answer_that_ends_early_is_a_divergence() -> None:
     )  # fmt: skip
     assert found is not None
     assert (found.kind, found.plain_token, found.other_token, found.steps) == ("divergence", 8, -1, None)
+
+
+@pytest.mark.soak
+def test_every_prompt_length_over_a_page_is_lossless(
+    target: TargetModel, tables: Tables, shape: DraftShape
+) -> None:
+    generator = np.random.default_rng(5)
+    ids = generator.integers(0, 256, 300).tolist()
+    for length in range(60, 190):
+        question = Question(sample_id=str(length), prompt_ids=ids[:length])
+        plain = Decoder(target, tables, None, frozenset()).answer(question, contender="none", max_tokens=24)
+        oracle = Oracle(shape, tables, plain.tokens, length, 0.3)
+        drafted = Decoder(target, tables, oracle, frozenset()).answer(
+            question, contender="dflash", max_tokens=24
+        )
+        assert drafted.tokens == plain.tokens, f"at {length} prompt tokens"
