@@ -2,7 +2,7 @@
 
 Answers `/generate` at once with ids that follow from the prompt alone, so that a test can tell whether an
 answer belongs to its prompt. Faults are told to it in `Behaviour`. Runs in a thread of the test, or as a
-process: `python -m tests.support.fake_engine PORT TOKENS`.
+process: `python -m tests.support.fake_engine PORT TOKENS [each]`; with `each`, every prompt gets its own.
 """
 
 import asyncio
@@ -144,7 +144,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, fake: FakeSglang) -> None:
         self._fake = fake
         self._buffer = b""
-        self._ready: bytes | None = None
+        self._ready: dict[int, bytes] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -167,13 +167,15 @@ class _Connection(asyncio.Protocol):
                 task.add_done_callback(lambda done: done.exception())
 
     def _at_once(self, body: bytes) -> bytes:
-        """The prompt's length must be right; the rest is the same each time."""
+        """The prompt's and the answer's length must be right; the rest is the same each time."""
         prompt = body.count(b",", 0, body.index(b"]")) + 1
-        tokens = self._fake.behaviour.tokens
-        if self._ready is None:
-            ids = fake_answer([0], tokens)
-            self._ready = b'{"text":"","output_ids":' + orjson.dumps(ids) + b',"meta_info":'
-        return _http(200, self._ready + orjson.dumps(_meta(prompt, tokens)) + b"}")
+        place = body.index(b'"max_new_tokens":') + len(b'"max_new_tokens":')
+        most = int(body[place : place + 8].partition(b",")[0].partition(b"}")[0])
+        tokens = min(self._fake.behaviour.tokens, most)
+        if tokens not in self._ready:
+            self._ready[tokens] = b'{"text":"","output_ids":' + orjson.dumps(fake_answer([0], tokens))
+        meta = orjson.dumps(_meta(prompt, tokens))
+        return _http(200, self._ready[tokens] + b',"meta_info":' + meta + b"}")
 
     async def _answer(self, path: str, body: bytes) -> None:
         status, value = await self._fake.respond(path, body)
@@ -189,6 +191,8 @@ def _http(status: int, body: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    with FakeSglang(Behaviour(tokens=int(sys.argv[2]), speed=True), port=int(sys.argv[1])) as fake:
+    _, port, tokens, *each = sys.argv
+    behaviour = Behaviour(tokens=int(tokens), speed=not each, delay=0.02 if each else 0.0)
+    with FakeSglang(behaviour, port=int(port)) as fake:
         print(f"fake engine at {fake.url}", flush=True)
         threading.Event().wait()
