@@ -21,7 +21,7 @@ from dflash.model.target import Tables, TargetModel
 _THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 _ANCHORS = 6
 _GAIN = 0.25
-_ERRORS = 4.0
+_ERRORS = 3.0
 """A correction is named when it gains this many accepted drafts a block, and this many standard errors."""
 
 

@@ -18,7 +18,7 @@ MASKS = [256, 300, 301]
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetModel, Tables, list[Text]]:
     target, tables = loaded(save_tiny_target(tmp_path_factory.mktemp("target"), layers=6))
-    return target, tables, answers_of(target, tables)
+    return target, tables, answers_of(target, tables, count=18, tokens=30)
 
 
 def shape_for(target: TargetModel, **kwargs: object) -> DraftShape:

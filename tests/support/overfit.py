@@ -44,7 +44,7 @@ def trained(
     shape: DraftShape,
     texts: list[Text],
     *,
-    steps: int = 250,
+    steps: int = 200,
     label_shift: int = 0,
 ) -> DFlashDrafter:
     """Overfit a drafter to some texts; with `label_shift`, slot k learns the token at k + shift."""
