@@ -64,6 +64,13 @@ class Training(Section):
     max_length: int = Field(
         4096, ge=32, le=10_000_000, description="Longer samples are cut to this many tokens."
     )
+    start: Literal["random", "target"] = Field(
+        "random",
+        description=(
+            "Initial weights: random, or the target's last layers, which need the drafter's sizes; "
+            "with few prompts that learns several times faster."
+        ),
+    )
     learning_rate: float = Field(6e-4, gt=0.0, le=1.0, description="Peak learning rate of AdamW.")
     warmup: float = Field(0.04, ge=0.0, lt=1.0, description="Share of the steps that warm up linearly.")
     min_learning_rate_ratio: float = Field(

@@ -30,6 +30,7 @@ from dflash.model.shape import DraftShape, resolve_shape
 from dflash.model.source import fingerprint, model_folder
 from dflash.model.target import load_tables
 from dflash.model.tokenizer import load_tokenizer
+from dflash.model.warm_start import start_from_target
 from dflash.objective.weights import Objective
 from dflash.resource import Drafter
 from dflash.storage.commit import read_commit, write_commit
@@ -214,8 +215,12 @@ class _Rank:
 
     def _learner(self, plan: Plan, device: torch.device) -> Learner:
         training = self._training
-        tables = load_tables(self._spec.target.model, self._spec.target.revision, training.dtype, device)
-        drafter = DFlashDrafter(plan.shape, training.seed).to(device)
+        target = self._spec.target
+        tables = load_tables(target.model, target.revision, training.dtype, device)
+        drafter = DFlashDrafter(plan.shape, training.seed)
+        if training.start == "target":
+            start_from_target(drafter, target.model, target.revision)
+        drafter.to(device)
         optimizer = FlatOptimizer(
             drafter,
             training,
