@@ -96,6 +96,7 @@ class Worker:
 
     async def _prepare(self) -> None:
         await asyncio.to_thread(self._survey)
+        await asyncio.to_thread(self._report)  # what there is to do is shown while the engine starts
         self._refuse_if(self.tally.refusal())
 
     async def _start_engine(self) -> None:

@@ -25,9 +25,12 @@ MANY = 902_087
 
 def run(quick: bool) -> dict[str, float]:
     """`requests_per_s`, `tokens_per_s`, `rss_mib_1k`, `rss_mib_902k`."""
+    from jobs.demo.model import prepare
+
+    model = prepare()
     with tempfile.TemporaryDirectory() as folder, EmbeddedStore(Path(folder, "s3")) as server:
-        few = _measure(Path(folder), server, 1000)
-        many = _measure(Path(folder), server, 10_000 if quick else MANY)
+        few = _measure(Path(folder), server, model, 1000)
+        many = _measure(Path(folder), server, model, 10_000 if quick else MANY)
     return {
         "requests_per_s": many["requests_per_s"],
         "tokens_per_s": many["requests_per_s"] * TOKENS,
@@ -36,7 +39,7 @@ def run(quick: bool) -> dict[str, float]:
     }
 
 
-def _measure(folder: Path, server: EmbeddedStore, count: int) -> dict[str, float]:
+def _measure(folder: Path, server: EmbeddedStore, model: Path, count: int) -> dict[str, float]:
     prompts = folder / f"prompts-{count}.jsonl"
     with prompts.open("w") as file:
         for number in range(count):
@@ -47,14 +50,10 @@ def _measure(folder: Path, server: EmbeddedStore, count: int) -> dict[str, float
     try:
         worker = subprocess.run(
             [
-                sys.executable,
-                "-m",
-                "tests.bench.bench_generation_client",
-                str(prompts),
-                str(port),
-                str(count),
+                *(sys.executable, "-m", "tests.bench.bench_generation_client"),
+                *(str(model), server.location.model_dump_json(), str(prompts), str(port), str(count)),
             ],
-            env={**os.environ, **server.environment, "LOCATION": server.location.model_dump_json()},
+            env={**os.environ, **server.environment},
             stdout=subprocess.PIPE,
             check=True,
         )
@@ -65,19 +64,20 @@ def _measure(folder: Path, server: EmbeddedStore, count: int) -> dict[str, float
         fake.wait()
 
 
-def _worker(prompts: Path, port: int, count: int) -> None:
+def _worker(model: str, location: str, prompts: Path, port: int, count: int) -> None:
     """In a process of its own: run the worker, print its figures."""
     import asyncio
     import resource
     import threading
 
+    from dflash.model.tokenizer import load_tokenizer
     from dflash.resource.generation import Gate
     from dflash.storage.location import StoreLocation
     from dflash.storage.store import Store
     from tests.support.generation import make_worker
 
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    store = Store.open(StoreLocation.model_validate_json(os.environ["LOCATION"]))
+    store = Store.open(StoreLocation.model_validate_json(location))
     worker = make_worker(
         store,
         prompts,
@@ -87,7 +87,7 @@ def _worker(prompts: Path, port: int, count: int) -> None:
         max_tokens=2048,
         gate=Gate(max_dropped_share=1.0),
         in_flight=128,
-        tokenizer=_tokenizer(),
+        tokenizer=load_tokenizer(model),
     )
     marks: list[tuple[float, int]] = []
 
@@ -105,13 +105,5 @@ def _worker(prompts: Path, port: int, count: int) -> None:
     print(json.dumps({"requests_per_s": (last - first) / (ended - began), "rss_mib": rss}))
 
 
-def _tokenizer():
-    """The demo's tokenizer, without its model."""
-    from dflash.model.tokenizer import load_tokenizer
-    from jobs.demo.model import prepare
-
-    return load_tokenizer(str(prepare()))
-
-
 if __name__ == "__main__":
-    _worker(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    _worker(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
