@@ -4,6 +4,8 @@ It costs seconds, and it finds a wrong template, a wrong stop token or a parser 
 hours are spent.
 """
 
+import asyncio
+
 from dflash.data.prompts import Message
 from dflash.data.render import Renderer
 from dflash.engines.engine import Engine, Request, RequestRefusedError
@@ -22,24 +24,26 @@ _CONVERSATION: list[Message] = [
 
 
 async def check_engine(engine: Engine, renderer: Renderer, max_tokens: int) -> None:
-    """ConfigurationError unless the server renders as we do and every question gets some visible text."""
+    """ConfigurationError unless the engine renders as we do and every question gets some visible text."""
     await _check_rendering(engine, renderer)
-    for number, question in enumerate(_QUESTIONS):
-        message: Message = {"role": "user", "content": question}
-        prompt_ids = renderer.prompt_ids([message])
-        try:
-            completion = await engine.generate(
-                Request(f"canary-{number}", prompt_ids, min(_TOKENS, max_tokens), seed=number)
-            )
-        except RequestRefusedError as error:
-            raise ConfigurationError(
-                f"the target did not answer {question!r} ({error}): see the engine's log, then run again"
-            ) from error
-        if not renderer.visible(completion.output_ids).strip():
-            raise ConfigurationError(
-                f"the target answered {question!r} with nothing ({completion.finish_reason}, ids "
-                f"{completion.output_ids[:8].tolist()}): check its chat template and stop tokens"
-            )
+    tokens = min(_TOKENS, max_tokens)
+    await asyncio.gather(*[_ask(engine, renderer, number, tokens) for number in range(len(_QUESTIONS))])
+
+
+async def _ask(engine: Engine, renderer: Renderer, number: int, max_tokens: int) -> None:
+    question = _QUESTIONS[number]
+    prompt_ids = renderer.prompt_ids([{"role": "user", "content": question}])
+    try:
+        completion = await engine.generate(Request(f"canary-{number}", prompt_ids, max_tokens, seed=number))
+    except RequestRefusedError as error:
+        raise ConfigurationError(
+            f"the target did not answer {question!r} ({error}): see the engine's log, then run again"
+        ) from error
+    if not renderer.visible(completion.output_ids).strip():
+        raise ConfigurationError(
+            f"the target answered {question!r} with nothing ({completion.finish_reason}, ids "
+            f"{completion.output_ids[:8].tolist()}): check its chat template and stop tokens"
+        )
 
 
 async def _check_rendering(engine: Engine, renderer: Renderer) -> None:
