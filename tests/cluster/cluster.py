@@ -232,7 +232,7 @@ class Cluster:
         """Run kubectl as administrator; returns what it printed."""
         return _run_client([self.kubectl_path, *arguments], self.kubeconfig, stdin, check, timeout)
 
-    def helm(self, *arguments: str, check: bool = True, timeout: float = 300) -> str:
+    def helm(self, *arguments: str, check: bool = True, timeout: float = 400) -> str:
         """Run helm as administrator; returns what it printed."""
         return _run_client([self.helm_path, *arguments], self.kubeconfig, None, check, timeout)
 

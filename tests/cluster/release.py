@@ -36,14 +36,14 @@ class Release:
         """`helm install`, waiting until operator and store are ready."""
         self._values.write_text(yaml.safe_dump(merged(self.values(), values or {})))
         return self.helm(
-            "install", self.name, str(CHART), "-f", str(self._values), "--wait", "--timeout=120s", *extra
+            "install", self.name, str(CHART), "-f", str(self._values), "--wait", "--timeout=300s", *extra
         )
 
     def upgrade(self, *extra: str, values: Object | None = None, chart: Path = CHART) -> str:
         """`helm upgrade` with changed values."""
         self._values.write_text(yaml.safe_dump(merged(self.values(), values or {})))
         return self.helm(
-            "upgrade", self.name, str(chart), "-f", str(self._values), "--wait", "--timeout=120s", *extra
+            "upgrade", self.name, str(chart), "-f", str(self._values), "--wait", "--timeout=300s", *extra
         )
 
     def helm(self, *arguments: str) -> str:

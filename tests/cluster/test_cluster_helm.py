@@ -113,7 +113,7 @@ def test_upgrade_and_rollback_leave_running_jobs_alone(module_release: Release) 
     templates = release.get("configmap", "dflash-job-templates")["data"]["target.yaml"]
     assert "128Mi" in templates
     assert release.jobs("running") == before
-    release.helm("rollback", release.name, "1", "--wait", "--timeout=120s")
+    release.helm("rollback", release.name, "1", "--wait", "--timeout=300s")
     assert "256Mi" in release.get("configmap", "dflash-job-templates")["data"]["target.yaml"]
     assert release.jobs("running") == before
     assert len(release.pods("running", "generate")) == 1
