@@ -207,7 +207,7 @@ class Worker:
 
     async def _keep_committing(self) -> None:
         while True:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
             waited = time.monotonic() - self._ready_since
             full = len(self._ready) >= self._job.part_prompts or self._ready_tokens >= COMMIT_TOKENS
             if self._ready and (full or waited >= COMMIT_SECONDS):
