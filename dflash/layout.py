@@ -20,6 +20,7 @@ specific names; the small object whose presence means "committed" comes last.
     records/<name>.json                   compare-and-swap
 """
 
+
 def owner(name: str) -> str:
     """Create-once: which Drafter (uid, and where it is declared) writes under this name."""
     return f"owners/{name}.json"
