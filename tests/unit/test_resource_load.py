@@ -44,7 +44,9 @@ def test_a_file_is_read_and_relative_paths_start_at_its_folder(tmp_path, monkeyp
     text = with_spec(
         target={"model": "models/m"},
         storage={"uri": "../state"},
-        evaluation={"prompts": [{"name": "extra", "uri": "./extra.jsonl"}, {"name": "far", "uri": "s3://b/x"}]},
+        evaluation={
+            "prompts": [{"name": "extra", "uri": "./extra.jsonl"}, {"name": "far", "uri": "s3://b/x"}]
+        },
     )
     spec = load_resource(written(tmp_path, text)).spec
     assert spec.target.model == str(tmp_path / "models" / "m")
@@ -70,7 +72,7 @@ def test_all_problems_are_told_at_once_with_line_field_and_remedy(tmp_path):
         + "  drafter: {blockSze: 16, layers: 0}\n  training: {loss: {klWeight: 1.5}}\n",
     )
     assert "drafter.yaml: 4 problems:" in told
-    assert 'line 2: kind: "Draftr" is not \'Drafter\'; did you mean Drafter?' in told
+    assert "line 2: kind: \"Draftr\" is not 'Drafter'; did you mean Drafter?" in told
     assert "line 8: spec.drafter.blockSze: unknown field; did you mean blockSize?" in told
     assert "line 8: spec.drafter.layers: 0 is out of range; give at least 1" in told
     assert "line 9: spec.training.loss.klWeight: 1.5 is out of range; give at most 1.0" in told
