@@ -99,7 +99,8 @@ class Kube:
         if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
             config.load_incluster_config(client_configuration=settings)
         else:
-            config.load_kube_config(client_configuration=settings)
+            # Named here, since the client reads the variable only once, when it is imported.
+            config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=settings)
         return cls(client.ApiClient(settings))
 
     def cluster_id(self) -> str:
