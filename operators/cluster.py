@@ -46,7 +46,7 @@ _TAKE_OVER = "dflash.dev/take-over"
 _FINISHED_KEPT = 12
 """Finished Jobs of a Drafter that are kept: four stages' worth of a few runs, or as many lost attempts."""
 _LOST_RACE_SECONDS = 0.2
-_PREDECESSOR_SECONDS = 1.0
+_PREDECESSOR_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
