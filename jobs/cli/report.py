@@ -50,24 +50,24 @@ def read(path: Path) -> dict[str, Any]:
 
 def rows(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """(name, value in a, value in b), by documented keys."""
-    paths = [
+    paths: list[tuple[str, tuple[str, ...]]] = [
         ("acceptance length, pooled", ("acceptance_length", "pooled")),
         ("acceptance length, mean over answers", ("acceptance_length", "per_response_mean")),
         ("speed-up over plain decoding", ("speedup",)),
     ]
     lines = [(name, _at(a, path), _at(b, path)) for name, path in paths]
     for contender in dict.fromkeys([*a["tokens_per_second"], *b["tokens_per_second"]]):
-        path = ("tokens_per_second", contender)
-        lines.append((f"tokens per second, {contender}", _at(a, path), _at(b, path)))
+        left, right = (_at(report, ("tokens_per_second", contender)) for report in (a, b))
+        lines.append((f"tokens per second, {contender}", left, right))
     lines += [
         (f"accepted at slot {slot + 1}", left, right)
         for slot, (left, right) in enumerate(zip(a["by_slot"], b["by_slot"], strict=False))
     ]
     for kind, parts in a["slices"].items():
         for value in parts:
-            path = ("slices", kind, value, "length", "pooled")
-            if len(parts) > 1 and _at(b, path) is not None:
-                lines.append((f"acceptance length, {kind} {value}", _at(a, path), _at(b, path)))
+            left, right = (_at(r, ("slices", kind, value, "length", "pooled")) for r in (a, b))
+            if len(parts) > 1 and right is not None:
+                lines.append((f"acceptance length, {kind} {value}", left, right))
     lines.append(("greedy outputs equal", a["greedy_equal"], b["greedy_equal"]))
     lines.append(("gate passed", a["gate"]["passed"], b["gate"]["passed"]))
     return lines
