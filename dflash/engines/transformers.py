@@ -98,8 +98,10 @@ class TransformersEngine(Engine):
             self._slots = 1
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         began = time.monotonic()
+        # The class that config.json names, so that wrappers with a vision part load as they are.
+        factory = getattr(transformers, self._facts.architecture, None) or AutoModelForCausalLM
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            model: Any = factory.from_pretrained(
                 folder,
                 dtype=getattr(torch, self._target.dtype),
                 attn_implementation=ATTENTION if self._slots > 1 else "sdpa",
@@ -182,7 +184,7 @@ class TransformersEngine(Engine):
         ids = np.zeros((len(requests), max(lengths)), np.int64)
         for row, request in enumerate(requests):
             ids[row, : lengths[row]] = request.prompt_ids
-        filled = DynamicCache(config=self._model.config)
+        filled = DynamicCache(config=self._model.config.get_text_config())
         last = sorted({length - 1 for length in lengths})  # logits of these positions only
         out = self._model(
             input_ids=torch.from_numpy(ids).to(self._device),

@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from dflash.engines.engine import Completion, Request, RequestRefusedError, sample_seed
 from dflash.engines.sampling import choose, uniforms
 from dflash.engines.transformers import TransformersEngine
+from dflash.model.facts import TargetFacts
 from dflash.resource.generation import Sampling
 from dflash.resource.target import Target
 from tests.support.tiny import tiny_target
@@ -43,7 +44,8 @@ def generate(
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
 def test_greedy_answers_equal_those_of_single_generation(family: str) -> None:
     folder = tiny_target(family)  # type: ignore[arg-type]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    factory = getattr(transformers, TargetFacts.from_folder(folder).architecture)
+    model = factory.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = PROMPTS[:4] if family == "qwen3_5" else PROMPTS
     answers = generate(folder, prompts, temperature=0.0, slots=5)
     for number, (ids, answer) in enumerate(zip(prompts, answers, strict=True)):
