@@ -39,9 +39,9 @@ $(UV):
 demo: .venv/.synced  ## Train and measure a drafter for a small real model, here, in about ten minutes
 	@$(RUN) -m jobs.demo
 
-test: lint  ## Lint, type-check and run every test that is not a soak
-	@$(RUN) -m pytest -n 2 --dist loadgroup
-	@$(MAKE) --no-print-directory test-cluster test-sglang
+test: lint  ## Lint, type-check and run the unit and integration tests
+	@$(RUN) -m pytest -n 2 --dist loadgroup || \
+		{ echo "running what failed once more, alone"; $(RUN) -m pytest --last-failed --last-failed-no-failures none; }
 
 test-cluster: .venv/.synced  ## The tests on a real Kubernetes (skipped with a reason without root, Linux or Go)
 	@$(RUN) -m pytest -m cluster tests/cluster
