@@ -124,7 +124,7 @@ def until(condition, seconds: float = 10.0) -> bool:
 def test_a_run_makes_everything_once_then_is_up_to_date_then_remakes_only_what_changed(place):
     groups = {"generation": {"replicas": 2}, "training": {"targets": 2, "drafters": 2}}
     place.declare(**groups)
-    code, out = place.run()
+    code, out = place.run(FAKE_PAUSE="0.5")  # the drafters work long enough for every target to start
     assert code == 0, place.stderr
     report = Path(out.strip().splitlines()[-1])
     assert report.name == "report.json"
