@@ -12,6 +12,9 @@ from dflash.resource.model import DraftModel
 from tests.support.overfit import Text, answers_of, loaded, trained
 from tests.support.tiny import save_tiny_target
 
+# Trains several drafters to a measured margin: minutes on two cores, so not for every change.
+pytestmark = pytest.mark.soak
+
 MASKS = [256, 300, 301]
 
 
