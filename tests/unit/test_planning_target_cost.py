@@ -2,39 +2,7 @@
 
 from dflash.model.facts import TargetFacts
 from dflash.planning.target_cost import target_cost
-
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "vocab_size": 151936,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "tie_word_embeddings": False,
-}
-QWEN36_27B = {
-    "model_type": "qwen3_5",
-    "text_config": {
-        "model_type": "qwen3_5_text",
-        "hidden_size": 5120,
-        "num_hidden_layers": 64,
-        "vocab_size": 248320,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "intermediate_size": 17408,
-        "tie_word_embeddings": False,
-        "linear_num_value_heads": 48,
-        "linear_num_key_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "full_attention_interval": 4,
-    },
-}
+from tests.support.planning import QWEN3_8B, QWEN36_27B
 
 
 def test_a_dense_target_has_its_published_size_and_cache() -> None:
