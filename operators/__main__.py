@@ -1,7 +1,8 @@
 """`python -m operators`: the operator.
 
-`python -m operators crd` writes the CRD into the cluster (for a Helm hook), `python -m operators probe URI`
-tries what the store at an s3:// address can do (for `helm test`).
+`python -m operators crd` writes the CRD into the cluster and `python -m operators delete NAME...` deletes
+Drafters and waits until they are gone (both for Helm hooks); `python -m operators probe URI` tries what the
+store at an s3:// address can do (for `helm test`).
 """
 
 import json
@@ -18,7 +19,7 @@ from dflash.storage.location import location_of
 from dflash.storage.probe import probe
 from dflash.storage.store import Store
 from operators.crd import SCHEMA_HASH, crd, missing_fields
-from operators.kube import DEFINITIONS, ApiError, Kube, NotFound, Unreachable
+from operators.kube import DEFINITIONS, DRAFTERS, ApiError, Kube, NotFound, Unreachable
 from operators.manager import Manager
 from operators.settings import OperatorSettings
 from operators.view import StoreView
@@ -27,6 +28,7 @@ log = logging.getLogger("operators")
 
 _API_SECONDS = 600.0
 _CRD_SECONDS = 60.0
+_DELETION_SECONDS = 240.0
 
 
 class JsonLines(logging.Formatter):
@@ -75,6 +77,9 @@ def run(arguments: list[str]) -> int:
             definition["metadata"]["annotations"][SCHEMA_HASH],
         )
         return 0
+    if arguments[:1] == ["delete"]:
+        delete_drafters(kube, os.environ["DFLASH_OPERATOR_NAMESPACE"], arguments[1:])
+        return 0
     lacking = _lacking(kube)
     if lacking:
         log.error(
@@ -120,6 +125,20 @@ def _lacking(kube: Kube) -> list[str]:
                 ) from error
             log.warning("waiting for the API server: %s", error)
         time.sleep(2.0)
+
+
+def delete_drafters(kube: Kube, namespace: str, drafters: list[str]) -> None:
+    """Delete Drafters while there is an operator that deletes their data; TemporaryError after a while."""
+    for name in drafters:
+        kube.delete(DRAFTERS, namespace, name)
+    started = time.monotonic()
+    while left := [name for name in drafters if kube.find(DRAFTERS, namespace, name)]:
+        if time.monotonic() - started > _DELETION_SECONDS:
+            raise TemporaryError(
+                f"after {_DELETION_SECONDS:.0f} s these Drafters are still there: {', '.join(left)}; see "
+                "`kubectl describe drafter`, then run again"
+            )
+        time.sleep(1.0)
 
 
 def probe_store(uri: str) -> int:

@@ -17,6 +17,7 @@ from dflash.errors import ConfigurationError, TemporaryError
 from dflash.progress import Progress
 from dflash.resource import Drafter
 from dflash.resource.load import Document, parse_resource
+from dflash.resource.storage import Storage
 from operators import manifests, names, report
 from operators.actions import Action, Promote, Start, StopChild, StopGroup, Wait
 from operators.conditions import Summary, refused, summarize
@@ -24,6 +25,7 @@ from operators.informer import Informer
 from operators.kube import (
     DRAFTERS,
     JOBS,
+    NETWORK_POLICIES,
     PODS,
     SERVICES,
     ApiError,
@@ -34,6 +36,7 @@ from operators.kube import (
     parse_time,
     timestamp,
 )
+from operators.observe import suggested_targets
 from operators.observed import STAGE_OF, Child, Observed, Role, Stage
 from operators.plan import Plan, plan
 from operators.pods import DRAFTER, ROLE, children, gpus_of, group_of, is_finished
@@ -43,6 +46,8 @@ log = logging.getLogger(__name__)
 
 _TAKE_OVER = "dflash.dev/take-over"
 """Annotation with the value "true": this Drafter goes on with what another of its name has made."""
+FINALIZER = "dflash.dev/data"
+"""Of a Drafter with `storage.deletionPolicy: Delete`, until its data is deleted."""
 _FINISHED_KEPT = 12
 """Finished Jobs of a Drafter that are kept: four stages' worth of a few runs, or as many lost attempts."""
 _LOST_RACE_SECONDS = 0.2
@@ -80,11 +85,12 @@ class Cluster:
         templates: Mapping[Role, Object],
         view: StoreView,
         pace: Pace,
+        network_policies: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._kube, self._namespace = kube, namespace
         self._caches, self._templates, self._view, self._pace = caches, templates, view, pace
-        self._clock = clock
+        self._clock, self._network_policies = clock, network_policies
         self._lock = threading.Lock()
         self._latest: dict[str, Object] = {}
         """Drafters as our own last write left them: the informer may lag behind."""
@@ -96,10 +102,12 @@ class Cluster:
     def reconcile(self, name: str) -> float | None:
         """Bring one Drafter closer to its declaration; returns seconds to the next look, None when gone."""
         item = self._current(name)
-        if item is None or "deletionTimestamp" in item["metadata"]:
+        if item is None:
             # Children have the Drafter as owner: the garbage collector ends them.
             self._forget(name)
             return None
+        if "deletionTimestamp" in item["metadata"]:
+            return self._leave(name, item)
         now = self._clock()
         alive = self._children(name)
         settled = self._settled_for(name, item, alive, now)
@@ -107,6 +115,7 @@ class Cluster:
             return settled
         try:
             drafter = parse_resource(Document(f"Drafter {name}", _plain(item)))
+            item = self._keep_finalizer(item, drafter.spec.storage.deletion_policy == "Delete")
             seen, progress = self._observe(drafter, item, alive, now)
         except ConfigurationError as error:
             self._write(
@@ -114,7 +123,7 @@ class Cluster:
             )
             return self._pace.resync
         except TemporaryError as error:
-            self._tell_unreachable(item, str(error), now)
+            self._tell_waiting(item, "StoreUnreachable", str(error), now)
             raise
         decided = plan(seen)
         for action in decided.actions:
@@ -130,6 +139,44 @@ class Cluster:
         self._keep_services(name, owner)
         self._tidy(name)
         return self._next_look(name, decided, seen, now)
+
+    # -- leaving -----------------------------------------------------------------------------
+
+    def _leave(self, name: str, item: Object) -> float | None:
+        """A Drafter that is being deleted: end its pods, delete its data, and let it go."""
+        if FINALIZER not in item["metadata"].get("finalizers", []):
+            self._forget(name)
+            return None
+        try:
+            storage = Storage.model_validate(item["spec"]["storage"], by_alias=True, by_name=False)
+            if storage.deletion_policy == "Delete":
+                for job in self._caches.jobs.labelled(name):
+                    if "deletionTimestamp" not in job["metadata"]:
+                        self._kube.delete(JOBS, self._namespace, job["metadata"]["name"])
+                if any(child.live for child in self._children(name)):
+                    return self._pace.poll
+                self._view.purge(name, storage)
+        except (ConfigurationError, TemporaryError) as error:
+            told = f"its data cannot be deleted: {error}; or set spec.storage.deletionPolicy to Retain"
+            self._tell_waiting(item, "DataNotDeleted", told, self._clock())
+            raise
+        self._keep_finalizer(item, False)
+        log.info("deleted", extra={"drafter": name})
+        return None
+
+    def _keep_finalizer(self, item: Object, wanted: bool) -> Object:
+        """Have Kubernetes wait for us before a Drafter goes, or not: the one thing of it that we write."""
+        known = item["metadata"].get("finalizers", [])
+        if wanted == (FINALIZER in known):
+            return item
+        finalizers = [*known, FINALIZER] if wanted else [f for f in known if f != FINALIZER]
+        name, version = item["metadata"]["name"], item["metadata"]["resourceVersion"]
+        body = {"metadata": {"resourceVersion": version, "finalizers": finalizers}}
+        written = self._kube.patch(DRAFTERS, self._namespace, name, body)
+        written["metadata"].pop("managedFields", None)
+        with self._lock:
+            self._latest[name] = written
+        return written
 
     # -- looking -----------------------------------------------------------------------------
 
@@ -162,6 +209,7 @@ class Cluster:
             record=report.record_of(_status(item)),
             now=now,
             progress=look.moved,
+            suggested_targets=suggested_targets(look.progress.get("training")),
         )
         return seen, look.progress
 
@@ -248,13 +296,13 @@ class Cluster:
                 log.warning("event %s: %s", event.reason, error, extra={"drafter": name})
         return written
 
-    def _tell_unreachable(self, item: Object, message: str, now: float) -> None:
-        """The store cannot be looked at: say so, and change nothing else."""
+    def _tell_waiting(self, item: Object, reason: str, message: str, now: float) -> None:
+        """The store cannot be looked at, or written: say so, and change nothing else."""
         old = _status(item)
         told = [dict(c) for c in old.get("conditions", [])]
         for condition in told:
             if condition["type"] == "Reconciling":
-                condition |= {"reason": "StoreUnreachable", "message": message[:4096]}
+                condition |= {"reason": reason, "message": message[:4096]}
                 if condition["status"] != "True":
                     condition |= {"status": "True", "lastTransitionTime": _stamp(now)}
         if not told:
@@ -262,7 +310,7 @@ class Cluster:
                 {
                     "type": kind,
                     "status": status,
-                    "reason": "StoreUnreachable",
+                    "reason": reason,
                     "message": message[:4096],
                     "lastTransitionTime": _stamp(now),
                     "observedGeneration": _generation(item),
@@ -311,6 +359,8 @@ class Cluster:
         name = names.group(owner.name, action.role, action.hash, action.attempt)
         log.info("starting %s", name, extra={"drafter": owner.name})
         self._kube.apply(SERVICES, self._namespace, manifests.service(action, owner))
+        if self._network_policies and STAGE_OF[action.role] == "training":
+            self._kube.apply(NETWORK_POLICIES, self._namespace, manifests.network_policy(owner))
         wanted = action.world if action.role in ("generate", "drafter") else max(action.indexes) + 1
         job = manifests.job(self._templates[action.role], action, owner, work, wanted)
         try:

@@ -19,7 +19,7 @@ from typing import Literal
 
 from operators.actions import Promote, Start, StopGroup, Wait
 from operators.observed import STAGE_OF, STAGES, Failure, Observed, Record, Role, Stage
-from operators.plan import Plan, current_stage, told
+from operators.plan import QUEUED, Plan, current_stage, told
 
 Status = Literal["True", "False", "Unknown"]
 Phase = Literal[
@@ -165,7 +165,7 @@ def _phase(seen: Observed, stage: Stage) -> Phase:
     """Waiting for room is not running."""
     mine = [c for c in seen.children if STAGE_OF[c.role] == stage and c.live]
     if mine and all(c.state == "pending" for c in mine):
-        return "Queued" if any(c.reason in ("Unschedulable", "Suspended") for c in mine) else "Pending"
+        return "Queued" if any(c.reason in ("Unschedulable", *QUEUED) for c in mine) else "Pending"
     return _ING[stage]
 
 

@@ -78,6 +78,7 @@ PODS = Resource("v1", "pods")
 SERVICES = Resource("v1", "services")
 CONFIG_MAPS = Resource("v1", "configmaps")
 EVENTS = Resource("v1", "events")
+NETWORK_POLICIES = Resource("networking.k8s.io/v1", "networkpolicies")
 LEASES = Resource("coordination.k8s.io/v1", "leases")
 DEFINITIONS = Resource("apiextensions.k8s.io/v1", "customresourcedefinitions")
 

@@ -36,7 +36,7 @@ from operators import names
 from operators.actions import Action, Promote, Start, StopChild, StopGroup
 from operators.children import Children
 from operators.conditions import Summary, summarize
-from operators.observe import Movement, Outputs, committed, progress, write_inputs
+from operators.observe import Movement, Outputs, committed, progress, suggested_targets, write_inputs
 from operators.observed import STAGE_OF, Child, Committed, Observed, Record, Stage, StageProgress
 from operators.plan import current_stage, plan, restarted
 
@@ -243,6 +243,7 @@ class Local:
             record=self._record,
             now=time.time(),
             progress=moved,
+            suggested_targets=suggested_targets(shown.get("training")),
         )
         return seen, shown
 

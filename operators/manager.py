@@ -52,6 +52,7 @@ class Manager:
             caches=self.caches,
             templates=manifests.load_templates(settings.templates),
             view=view,
+            network_policies=settings.network_policies,
             pace=Pace(settings.poll_seconds, settings.resync_seconds, settings.settled_resync_seconds),
         )
 

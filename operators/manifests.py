@@ -145,6 +145,25 @@ def service(start: Start, owner: Owner) -> Object:
     }
 
 
+def network_policy(owner: Owner) -> Object:
+    """Pods of one Drafter talk to each other, on any port, since NCCL and Gloo choose theirs.
+
+    What else they may reach is the chart's to say, and so is that nobody else reaches them.
+    """
+    mine = {"podSelector": {"matchLabels": {DRAFTER: owner.name}}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata({}, f"{owner.name}-run", owner, {**_MANAGED_BY, DRAFTER: owner.name}),
+        "spec": {
+            **mine,
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"from": [mine]}],
+            "egress": [{"to": [mine]}],
+        },
+    }
+
+
 def labels_of(start: Start, owner: Owner) -> dict[str, str]:
     """Labels of a group's Job, pods and Service."""
     return {

@@ -89,6 +89,12 @@ def progress(store: Store, hashes: StageHashes, stage: Stage) -> Progress | None
     return _sum([p for p in found if p is not None])
 
 
+def suggested_targets(training: Progress | None) -> int | None:
+    """How many targets the run itself asks for, by where it has to wait; None while it has not said."""
+    wanted = training.figures.get("wanted_targets") if training else None
+    return int(wanted) if isinstance(wanted, int | float) else None
+
+
 def _read(store: Store, key: str) -> Progress | None:
     try:
         return Progress.model_validate_json(store.get(key))

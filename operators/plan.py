@@ -36,6 +36,9 @@ from operators.observed import (
 APPEARANCE_SECONDS = 15.0
 """A child that was asked for and is not seen by then has vanished. Executors show it sooner."""
 
+QUEUED = ("Suspended", "SchedulingGated")
+"""Reasons of children that a queue, such as Kueue, has not let start yet: a Job's and a pod's."""
+
 LINGER_SECONDS = 60.0
 """Children of a stage whose output is committed end by themselves; after this they are stopped."""
 
@@ -96,7 +99,9 @@ def desired_targets(seen: Observed) -> int:
     training = seen.spec.training
     if training.targets != "auto":
         return training.targets
-    wanted = seen.suggested_targets or training.min_targets
+    # Without a word from the run, such as while an attempt starts, what is there stays.
+    mine = [c for c in seen.children if c.role == "target" and c.hash == seen.hashes.drafter and c.live]
+    wanted = seen.suggested_targets or max((c.index + 1 for c in mine), default=training.min_targets)
     return max(training.min_targets, min(wanted, training.max_targets))
 
 
@@ -376,16 +381,19 @@ class _Draft:
         pending = [
             c for c in self.seen.children if STAGE_OF[c.role] == STAGE_OF[role] and c.state == "pending"
         ]
-        why = next((f": {c.reason} {c.message}".rstrip() for c in pending if c.reason), "")
+        why = _why(pending)
         what = f"no first step within {training.startup_deadline_seconds} s (startupDeadlineSeconds){why}"
         # Waiting for room on the cluster is no fault of the run.
-        room = any(c.reason == "Unschedulable" for c in pending)
-        reason = "Unschedulable" if room else "StartupDeadlineExceeded"
+        room = next((c.reason for c in pending if c.reason in ("Unschedulable", *QUEUED)), "")
+        reason = room or "StartupDeadlineExceeded"
         return ("disruptions" if room else "restarts"), self._own(role, reason, what, attempt)
 
     def _next_deadline(self, role: Role, live: list[Child]) -> float:
         """When these children will have been too long without progress."""
         training = self.seen.spec.training
+        stage = [c for c in self.seen.children if STAGE_OF[c.role] == STAGE_OF[role] and c.live]
+        if stage and all(c.reason in QUEUED for c in stage):
+            return float("inf")  # they hold nothing, and starting again would lose their turn
         moved = self._moved_at(role, live)
         if moved is not None:
             return moved + training.progress_deadline_seconds
@@ -432,8 +440,13 @@ def _pending(live: list[Child]) -> str:
     waiting = [c for c in live if c.state == "pending"]
     if not waiting:
         return f"{len(live)} {_plural('process', live)} running"
-    why = next((f": {c.reason} {c.message}".rstrip() for c in waiting if c.reason), "")
-    return f"{len(waiting)} of {len(live)} pending{why}"
+    return f"{len(waiting)} of {len(live)} pending{_why(waiting)}"
+
+
+def _why(waiting: list[Child]) -> str:
+    """What the platform says of children that do not run yet; a reason counts for more than a remark."""
+    told = sorted((c for c in waiting if c.reason or c.message), key=lambda c: not c.reason)
+    return f": {told[0].reason} {told[0].message}".replace(":  ", ": ").rstrip() if told else ""
 
 
 def _plural(word: str, items: list[Child]) -> str:

@@ -18,6 +18,8 @@ DRAFTER, ROLE, HASH, ATTEMPT, WORLD = (
 MAIN = "main"
 """Name of the container whose end is the child's end."""
 _INDEX = "batch.kubernetes.io/job-completion-index"
+_SUSPENDED = "its Job is suspended: a queue has not let it start yet, or has taken its place back"
+_NO_POD = "its Job has made no pod yet; if this lasts, see what forbids it: kubectl describe job {}"
 _MESSAGE = 1000
 # Waiting for one of these is not starting up: it ends only when somebody does something.
 _STUCK = {
@@ -83,6 +85,7 @@ def _awaited(job: Object, seen: list[Child]) -> list[Child]:
     there = {c.index for c in seen if role == "drafter" or c.live or c.state == "succeeded"}
     if stopping and seen:
         return []
+    suspended = bool(job["spec"].get("suspend"))
     return [
         Child(
             id=f"{metadata['uid']}/{index}",
@@ -93,6 +96,8 @@ def _awaited(job: Object, seen: list[Child]) -> list[Child]:
             attempt=attempt,
             world=int(metadata["labels"][WORLD]),
             created_at=parse_time(metadata["creationTimestamp"]),
+            reason="Suspended" if suspended else "",
+            message=_SUSPENDED if suspended else _NO_POD.format(metadata["name"]),
         )
         for index in range(int(job["spec"]["completions"]))
         if index not in there

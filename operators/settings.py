@@ -17,6 +17,9 @@ class OperatorSettings(BaseSettings):
     templates: Path = Field(Path("/etc/dflash/templates"), description="Folder with the Job templates.")
     address: str = Field("0.0.0.0", description="Address of the health and metrics endpoints.")
     port: int = Field(8080, ge=0, le=65_535, description="Port of the health and metrics endpoints.")
+    network_policies: bool = Field(
+        True, description="Whether each Drafter's pods get a NetworkPolicy that lets them talk to each other."
+    )
     workers: int = Field(4, ge=1, le=64, description="Drafters worked on at once.")
     poll_seconds: float = Field(
         10.0, gt=0.0, le=600.0, description="How often the progress of a Drafter at work is read."

@@ -18,6 +18,7 @@ from dflash.data.sources import source_files
 from dflash.progress import Progress
 from dflash.resource import Drafter
 from dflash.resource.hashes import StageHashes
+from dflash.resource.storage import Storage
 from dflash.storage.location import StoreLocation, location_of
 from dflash.storage.store import Store
 from operators.actions import Promote
@@ -25,6 +26,7 @@ from operators.observe import Movement, Outputs, committed, outputs_of, progress
 from operators.observed import Committed, Stage, StageProgress
 from operators.owner import claim
 from operators.plan import spec_digest
+from operators.purge import purge
 
 _PATIENCE_SECONDS = 5.0
 _STAMP_SECONDS = 60.0
@@ -68,7 +70,7 @@ class StoreView:
     def look(self, drafter: Drafter, uid: str, at_work: Iterable[Stage], *, take_over: bool = False) -> Look:
         """What is true now. ConfigurationError when declared things are wrong, TemporaryError when away."""
         name = drafter.metadata.name
-        store = self._store(drafter)
+        store = self._store(drafter.spec.storage)
         known = self._remembered(name, uid)
         if not known.owned:
             where = f"{self._identity}/{name}"
@@ -96,7 +98,7 @@ class StoreView:
     def describe(self, drafter: Drafter, uid: str, stage: Stage) -> None:
         """Put down, once, what the stage's output is the hash of."""
         known = self._remembered(drafter.metadata.name, uid)
-        store = self._store(drafter)
+        store = self._store(drafter.spec.storage)
         outputs = self._outputs(drafter, store, known)
         mark = f"{stage}/{outputs.hashes}"
         if mark not in known.described:
@@ -107,7 +109,7 @@ class StoreView:
         """Point promoted/<name>.json at a drafter whose report passed the gate."""
         from dflash.evaluation.gate import promote
 
-        store = self._store(drafter)
+        store = self._store(drafter.spec.storage)
         report = store.get(layout.report(action.evaluation))
         promote(
             store,
@@ -118,13 +120,17 @@ class StoreView:
             acceptance_length=orjson.loads(report)["acceptance_length"]["pooled"],
         )
 
+    def purge(self, name: str, storage: Storage) -> None:
+        """Delete a Drafter's data from its part of the store."""
+        purge(self._store(storage), name, f"{self._identity}/{name}")
+
     def forget(self, name: str) -> None:
         """A Drafter is gone."""
         with self._lock:
             self._known.pop(name, None)
 
-    def _store(self, drafter: Drafter) -> Store:
-        location = location_of(drafter.spec.storage)
+    def _store(self, storage: Storage) -> Store:
+        location = location_of(storage)
         with self._lock:
             if location not in self._stores:
                 self._stores[location] = Store.open(location, patience=_PATIENCE_SECONDS)

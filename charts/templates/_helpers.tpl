@@ -70,3 +70,39 @@ runAsUser: 65532
 runAsGroup: 65532
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
+
+{{- /* The pod of a hook, with the operator's image: (dict "root" $ "account" NAME "arguments" LIST). */ -}}
+{{- define "dflash.hookPod" -}}
+{{- $root := .root -}}
+serviceAccountName: {{ .account }}
+restartPolicy: Never
+enableServiceLinks: false
+securityContext: {{ include "dflash.operatorPodSecurity" $root | nindent 2 }}
+{{- with $root.Values.images.pullSecrets }}
+imagePullSecrets: {{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+volumes:
+  - name: scratch
+    emptyDir: {}
+  {{- with $root.Values.operator.volumes }}{{ toYaml . | nindent 2 }}{{- end }}
+containers:
+  - name: hook
+    image: {{ $root.Values.images.operator | quote }}
+    imagePullPolicy: {{ $root.Values.images.pullPolicy }}
+    command:
+      {{- toYaml $root.Values.operator.command | nindent 6 }}
+      - -m
+      - operators
+      {{- range .arguments }}
+      - {{ . }}
+      {{- end }}
+    securityContext: {{ include "dflash.operatorSecurity" $root | nindent 6 }}
+    env:
+      - {name: DFLASH_OPERATOR_NAMESPACE, value: {{ $root.Release.Namespace | quote }}}
+      {{- with $root.Values.operator.env }}{{ toYaml . | nindent 6 }}{{- end }}
+    volumeMounts:
+      - {name: scratch, mountPath: /tmp}
+      {{- with $root.Values.operator.volumeMounts }}{{ toYaml . | nindent 6 }}{{- end }}
+{{- end -}}

@@ -4,6 +4,7 @@ Pure arithmetic on measured shares. Capacity is taken to grow in proportion to t
 which holds as long as the network does not limit; the sentence says "about" for that reason.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,9 @@ _BUSY = 0.10
 """A side that waits less than this is busy enough to be what limits."""
 _WORTH = 1.05
 """A gain below this is not worth a change."""
+
+_SPARE = 1.15
+"""Capacity of targets, over what the drafters use, that is kept when there are fewer of them."""
 
 Bottleneck = Literal["targets", "drafters", "balanced", "channel", "unknown"]
 
@@ -55,6 +59,22 @@ def judge(targets: int, drafters: int, target_idle: float | None, drafter_wait: 
     if gain >= _WORTH:
         sentence += f"; one more {bottleneck[:-1]} ({more[0]}:{more[1]}) would give about {gain:.1f}×"
     return Verdict(bottleneck, sentence, targets, drafters)
+
+
+def wanted_targets(targets: int, target_idle: float | None, drafter_wait: float | None) -> int:
+    """Targets that would keep these drafters at work without idling: what `targets: auto` follows.
+
+    The present number while it is not known, or while both sides wait or neither does. Fewer only with
+    room to spare, so that the next measurement does not ask for them back.
+    """
+    if target_idle is None or drafter_wait is None or targets < 1:
+        return targets
+    needed = targets * (1.0 - target_idle) / max(1e-3, 1.0 - drafter_wait)
+    if drafter_wait >= _BUSY and target_idle < _BUSY:
+        return min(math.ceil(needed), 2 * targets)
+    if target_idle >= _BUSY and drafter_wait < _BUSY:
+        return max(1, min(targets, math.ceil(_SPARE * needed)))
+    return targets
 
 
 def _best_split(targets: int, drafters: int, idle: float, wait: float) -> tuple[int, int, float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from dflash.resource import Drafter
 from dflash.resource.hashes import stage_hashes
+from dflash.resource.storage import Storage
 from operators.actions import Promote
 from operators.cluster import Caches, Cluster, Pace
 from operators.kube import DRAFTERS, JOBS, PODS, SERVICES, Conflict, NotFound, Object, Resource, timestamp
@@ -78,8 +79,8 @@ class FakeApi:
         version = body.get("metadata", {}).get("resourceVersion")
         if version is not None and version != known["metadata"]["resourceVersion"]:
             raise Conflict(409, "Conflict", name)
-        part = subresource or "spec"
-        known[part] = _merged(known.get(part, {}), body.get(part, {}))
+        for part in [subresource] if subresource else ["spec", "metadata"]:
+            known[part] = _merged(known.get(part, {}), body.get(part, {}))
         return self._write("patch", resource, known)
 
     def delete(self, resource: Resource, namespace: str, name: str, propagation: str = "Foreground") -> None:
@@ -114,6 +115,8 @@ class FakeApi:
         if known is not None:
             body = {**body, "metadata": {**known["metadata"], **body["metadata"]}}
         written = self.put(resource, body)
+        if "deletionTimestamp" in body["metadata"] and body["metadata"].get("finalizers") == []:
+            self.objects[resource.plural].pop(body["metadata"]["name"])
         self.after(len(self.writes))
         return written
 
@@ -159,6 +162,10 @@ class FakeStore(StoreView):
     def promote(self, drafter: Drafter, action: Promote) -> None:
         self.promoted = (action.drafter, action.evaluation)
 
+    def purge(self, name: str, storage: Storage) -> None:
+        self.committed.clear()
+        self.promoted = None
+
 
 class FakeCluster:
     """All of it, and one Drafter named d."""
@@ -179,6 +186,15 @@ class FakeCluster:
             DRAFTERS,
             {**known, "apiVersion": "dflash.dev/v1alpha1", "kind": "Drafter", "spec": {**base, **spec}},
         )
+
+    def delete(self) -> None:
+        """`kubectl delete`: at once, or, with a finalizer, once that is gone."""
+        known = self.api.get(DRAFTERS, NAMESPACE, "d")
+        if known["metadata"].get("finalizers"):
+            known["metadata"]["deletionTimestamp"] = timestamp_of(self.api.clock)
+            self.api.put(DRAFTERS, known)
+        else:
+            del self.api.objects["drafters"]["d"]
 
     def operator(self) -> Cluster:
         """A fresh operator process: it knows nothing but what the cluster has."""

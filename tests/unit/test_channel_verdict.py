@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash.channel.verdict import judge
+from dflash.channel.verdict import judge, wanted_targets
 
 
 def test_idle_targets_mean_that_drafters_limit():
@@ -58,3 +58,24 @@ def test_a_proposed_split_uses_as_many_processes_and_gains(targets, drafters, id
             assert verdict.drafters > drafters
         else:
             assert verdict.targets > targets
+
+
+@given(st.integers(1, 64), st.floats(0.1, 50.0))
+def test_following_what_is_wanted_comes_to_rest_with_drafters_that_hardly_wait(targets, needed):
+    """`needed` is how many targets the drafters would keep busy."""
+
+    def measured(count: int) -> tuple[float, float]:
+        return max(0.0, 1.0 - needed / count), max(0.0, 1.0 - count / needed)
+
+    for _ in range(20):
+        targets = wanted_targets(targets, *measured(targets))
+    assert wanted_targets(targets, *measured(targets)) == targets
+    idle, wait = measured(targets)
+    assert wait < 0.10
+    assert targets == 1 or idle < 0.10 or targets - 1 < 1.15 * needed
+
+
+def test_no_other_number_is_wanted_before_it_is_measured_or_while_the_channel_limits():
+    assert wanted_targets(3, None, 0.5) == wanted_targets(3, 0.5, None) == 3
+    assert wanted_targets(3, 0.4, 0.4) == wanted_targets(3, 0.05, 0.05) == 3
+    assert wanted_targets(0, 0.0, 1.0) == 0

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from operators.cluster import retry_of
+from dflash.errors import TemporaryError
+from operators.cluster import FINALIZER, retry_of
 from operators.kube import DRAFTERS, JOBS, PODS, SERVICES, Conflict
 from operators.lease import LEASE_SECONDS
 from tests.support.fake_cluster import NAMESPACE, Crash, FakeCluster
@@ -160,6 +161,146 @@ def test_old_jobs_are_removed_and_what_is_done_is_not_done_again() -> None:
     world.api.objects["pods"].clear()
     drive(world)
     assert world.made == made, "the store says that all is done, whatever became of the Jobs"
+
+
+def test_what_is_over_stays_over_when_its_jobs_are_gone() -> None:
+    world = FakeCluster()
+    operator = world.operator()
+    operator.reconcile("d")
+    world.controllers()
+    world.end(world.live("generate")[0], 78)
+    drive(world, until="Stalled", work=False)
+    made = list(world.made)
+    world.api.objects["jobs"].clear()
+    world.api.objects["pods"].clear()
+    for _ in range(20):
+        world.operator().reconcile("d")
+        world.controllers()
+        world.api.clock += 600
+    assert world.made == made
+    assert world.status()["phase"] == "Stalled"
+
+
+@pytest.mark.parametrize("role", ["generate", "target", "drafter", "evaluate"])
+@pytest.mark.parametrize("what", ["job", "pods"])
+def test_whatever_is_deleted_at_any_stage_is_made_again_or_followed_by_the_next_attempt(
+    role: str, what: str
+) -> None:
+    world = FakeCluster(**TRAINING)
+    operator = world.operator()
+    while not world.live(role):
+        operator.reconcile("d")
+        if not world.live(role):
+            world.work()
+        world.controllers()
+        world.api.clock += 1
+    names = {p["metadata"]["labels"]["dflash.dev/hash"] for p in world.live(role)}
+    for name, pod in list(world.api.objects["pods"].items()):
+        if pod in world.live(role):
+            del world.api.objects["pods"][name]
+    if what == "job":
+        for name, job in list(world.api.objects["jobs"].items()):
+            labels = job["metadata"]["labels"]
+            if labels["dflash.dev/role"] == role and labels["dflash.dev/hash"] in names:
+                del world.api.objects["jobs"][name]
+                world.made.remove(name)
+    before = len(world.made)
+    drive(world, rounds=200)
+    assert world.status()["restarts"] == 0
+    assert what == "pods" or len(world.made) > before
+
+
+def test_a_wait_is_the_time_to_the_next_look_so_that_nothing_else_has_to_happen() -> None:
+    world = FakeCluster()
+    operator = world.operator()
+    operator.reconcile("d")
+    world.controllers()
+    world.end(world.live("generate")[0], 1)
+    world.api.objects["jobs"].clear()
+    wait = operator.reconcile("d")
+    told = next(c for c in world.status()["conditions"] if c["type"] == "Reconciling")
+    assert told["reason"] == "Backoff"
+    assert wait is not None
+    assert 0.0 < wait < 3.0
+    assert world.api.objects["jobs"] == {}
+    world.api.clock += wait
+    operator.reconcile("d")
+    assert len(world.api.objects["jobs"]) == 1
+
+
+def test_its_pods_may_talk_to_each_other_and_to_no_other_drafters() -> None:
+    world = FakeCluster(**TRAINING)
+    drive(world)
+    (policy,) = world.api.objects["networkpolicies"].values()
+    mine = {"podSelector": {"matchLabels": {"dflash.dev/drafter": "d"}}}
+    assert policy["spec"]["podSelector"] == mine["podSelector"]
+    assert policy["spec"]["ingress"] == [{"from": [mine]}]
+    assert policy["metadata"]["ownerReferences"][0]["kind"] == "Drafter"
+
+
+DELETE = {"storage": {"uri": "s3://b/p", "deletionPolicy": "Delete"}}
+
+
+def test_data_is_kept_unless_it_is_asked_to_go_with_the_drafter() -> None:
+    world = FakeCluster()
+    drive(world)
+    assert not world.api.get(DRAFTERS, NAMESPACE, "d")["metadata"].get("finalizers")
+    world.delete()
+    assert world.operator().reconcile("d") is None
+    assert len(world.store.committed) == 3
+
+
+@pytest.mark.parametrize("until", ["Generating", "Training", "Ready"])
+def test_data_that_is_to_go_goes_after_the_last_pod_and_before_the_drafter(until: str) -> None:
+    world = FakeCluster(**TRAINING, **DELETE)
+    drive(world, until=until)
+    assert world.api.get(DRAFTERS, NAMESPACE, "d")["metadata"]["finalizers"] == [FINALIZER]
+    world.store.committed.add("something")
+    world.delete()
+    for _ in range(10):
+        world.operator().reconcile("d")  # a new process each time: it may die at any step
+        if world.live():
+            assert world.store.committed
+        world.controllers()
+    assert not world.store.committed
+    assert not world.live()
+    assert world.api.find(DRAFTERS, NAMESPACE, "d") is None
+
+
+def test_a_drafter_that_is_being_deleted_gets_no_finalizer_and_no_pods() -> None:
+    world = FakeCluster(**DELETE)
+    item = world.api.get(DRAFTERS, NAMESPACE, "d")
+    item["metadata"] |= {"finalizers": ["somebody/else"], "deletionTimestamp": "2026-01-01T00:00:00Z"}
+    world.api.put(DRAFTERS, item)
+    assert world.operator().reconcile("d") is None
+    assert world.api.writes == []
+
+
+def test_one_who_changes_their_mind_keeps_the_data() -> None:
+    world = FakeCluster(**DELETE)
+    drive(world)
+    world.delete()
+    world.declare()  # an edit of a Drafter that waits for its data to go
+    world.operator().reconcile("d")
+    assert world.api.find(DRAFTERS, NAMESPACE, "d") is None
+    assert world.store.committed
+
+
+def test_data_that_cannot_be_deleted_is_told_and_tried_again() -> None:
+    world = FakeCluster(**DELETE)
+    drive(world)
+    world.delete()
+
+    def away(name: str, storage: Any) -> None:
+        raise TemporaryError("the store is away")
+
+    world.store.purge = away  # type: ignore[method-assign]
+    with pytest.raises(TemporaryError):
+        world.operator().reconcile("d")
+    told = next(c for c in world.status()["conditions"] if c["type"] == "Reconciling")
+    assert (told["status"], told["reason"]) == ("True", "DataNotDeleted")
+    assert "the store is away" in told["message"]
+    assert "Retain" in told["message"]
 
 
 def test_after_a_promotion_it_looks_again_at_once() -> None:

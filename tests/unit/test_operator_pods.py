@@ -67,6 +67,16 @@ def test_a_member_of_a_group_is_never_expected_again_but_an_elastic_one_is() -> 
     assert sorted(c.state for c in elastic) == ["failed", "pending"]
 
 
+def test_a_job_that_a_queue_holds_is_told_from_one_that_may_not_make_pods() -> None:
+    held = job(1)
+    held["spec"]["suspend"] = True
+    (waiting,) = children([held], [])
+    assert (waiting.state, waiting.reason) == ("pending", "Suspended")
+    (refused,) = children([job(1)], [])
+    assert (refused.state, refused.reason) == ("pending", "")
+    assert "kubectl describe job d-dft" in refused.message
+
+
 def test_a_finished_job_makes_no_more_pods() -> None:
     for kind in ("Complete", "Failed", "FailureTarget"):
         assert children([job(conditions=[{"type": kind, "status": "True"}])], []) == ()

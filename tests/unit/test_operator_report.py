@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash.progress import Progress
@@ -38,6 +38,7 @@ def _apply(base: Any, patch: Any) -> Any:
     return result
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_OBJECTS, _OBJECTS)
 def test_a_merge_patch_leads_from_the_old_to_the_new(old: dict[str, Any], new: dict[str, Any]) -> None:
     assert _apply(old, report.merge_patch(old, new)) == new

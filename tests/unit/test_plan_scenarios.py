@@ -180,6 +180,11 @@ def test_auto_targets_follow_the_verdict_within_their_bounds():
     auto = spec(targets="auto", minTargets=1, maxTargets=3)
     assert of(plan(look(dataset=True, the_spec=auto)), Start)[0].indexes == (0,)
     assert of(plan(look(dataset=True, the_spec=auto, suggested_targets=9)), Start)[0].indexes == (0, 1, 2)
+    # While nothing is said, such as at the start of an attempt, there are as many as there were.
+    silent = plan(look(*TRAINING, dataset=True, record=begun(), the_spec=auto))
+    assert (of(silent, Start), of(silent, StopChild)) == ([], [])
+    fewer = plan(look(*TRAINING, dataset=True, record=begun(), the_spec=auto, suggested_targets=1))
+    assert of(fewer, StopChild) == [StopChild(TRAINING[1], "Resized")]
 
 
 # --- the drafter group ----------------------------------------------------------------------------
@@ -354,6 +359,23 @@ def test_waiting_for_room_is_named_and_spends_no_restart():
     mine = plan(seen).record.roles["drafter"]
     assert (mine.restarts, mine.disruptions, mine.failure.reason) == (0, 1, "Unschedulable")
     assert "0/3 nodes: no GPU" in mine.failure.message
+
+
+def test_a_queue_may_hold_a_whole_stage_for_as_long_as_it_likes():
+    held = {"state": "pending", "reason": "Suspended", "message": "held", "created_at": NOW - 1e6}
+    waiting = [child("target", 0, **held), child("target", 1, **held), child("drafter", 0, **held)]
+    seen = look(*waiting, child("drafter", 1, **held), dataset=True, record=begun())
+    decided = plan(seen)
+    assert (of(decided, Start), of(decided, StopGroup)) == ([], [])
+    assert summarize(seen, decided).phase == "Queued"
+    assert "Suspended held" in summarize(seen, decided).message
+    # Half of it holds its place for nothing: after the deadline it is given back, at no restart's cost.
+    half = [replace(c, state="running", reason="", message="") for c in waiting[:2]]
+    seen = look(*half, waiting[2], child("drafter", 1, **held), dataset=True, record=begun())
+    decided = plan(seen)
+    assert {a.role for a in of(decided, StopGroup)} == {"target", "drafter"}
+    mine = decided.record.roles["drafter"]
+    assert (mine.restarts, mine.disruptions, mine.failure.reason) == (0, 1, "Suspended")
 
 
 def test_no_step_within_the_progress_deadline_replaces_the_drafters_and_keeps_the_targets():
