@@ -14,6 +14,9 @@ specific names; the small object whose presence means "committed" comes last.
     drafters/<hash>/LATEST.json           compare-and-swap, never to a lower attempt
     drafters/<hash>/export/{config.json,model.safetensors,COMMIT.json}
     drafters/<hash>/heartbeat.json, metrics.jsonl
+    drafters/<hash>/measured/answers.json         create-once: the target's answers that are replayed
+    drafters/<hash>/measured/wanted.json          the checkpoint to measure next
+    drafters/<hash>/measured/step-<n>-a<k>.json   create-once: what a checkpoint accepts
     evaluations/<hash>/{inputs.json,progress.json,report.json,report.html,*.png}
     promoted/<name>.json                  compare-and-swap
     owners/<name>.json                    create-once
@@ -64,6 +67,11 @@ def checkpoint(drafter_hash: str, step: int, attempt: int, name: str = "") -> st
 def latest(drafter_hash: str) -> str:
     """A hint at the newest checkpoint; only a verified COMMIT.json is trusted."""
     return drafter(drafter_hash, "LATEST.json")
+
+
+def measured(drafter_hash: str, name: str = "") -> str:
+    """Key of something in the folder of what was measured while training."""
+    return drafter(drafter_hash, f"measured/{name}")
 
 
 def export(drafter_hash: str, name: str = "") -> str:

@@ -21,6 +21,7 @@ class Progress(Section):
     eta_seconds: float | None = Field(None, description="Seconds to the end of the stage at that rate.")
     attempt: int = Field(0, description="Attempt that wrote this.")
     updated_at: float = Field(0.0, description="Unix time of writing.")
+    alerts: list[str] = Field([], description="What is wrong now and what to do, a sentence each.")
     figures: dict[str, float | str] = Field(
         {}, description="What matters now: loss, accuracy, acceptance_length, tokens_per_second, ..."
     )

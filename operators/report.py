@@ -67,6 +67,8 @@ def status_of(
     }
     if at_work is not None:
         new["progress"] = _progress(at_work)
+        if at_work.alerts:
+            new["alerts"] = [sentence[:512] for sentence in at_work.alerts[:16]]
         verdict = at_work.figures.get("verdict")
         if isinstance(verdict, str):
             new["verdict"] = verdict[:1024]

@@ -94,6 +94,9 @@ class DrafterStatus(Section):
     disruptions: int = Field(0, ge=0, description="Attempts lost to preemption, eviction and lost nodes.")
     progress: ProgressStatus = Field(ProgressStatus(), description="The running stage.")
     acceptance_length: str = Field("", max_length=32, description="Measured by the evaluation.")
+    alerts: list[Annotated[str, Field(max_length=512)]] = Field(
+        [], max_length=16, description="What is wrong with the running stage, and what to do."
+    )
     verdict: str = Field("", max_length=1024, description="Where the bottleneck of training is.")
     artifact: ArtifactStatus = Field(ArtifactStatus(), description="The drafter that was made.")
     last_failure: FailureStatus | None = Field(None, description="The last thing that went wrong.")

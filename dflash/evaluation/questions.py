@@ -24,9 +24,9 @@ HELD_OUT = "held-out"
 
 
 def read_questions(
-    spec: DrafterSpec, base: Path, store: "Store", tokenizer: Any, context: int
+    spec: DrafterSpec, base: Path, store: "Store", tokenizer: Any, context: int, *, samples: int
 ) -> list[Question]:
-    """At most `evaluation.samples` of each set, in file order.
+    """At most `samples` of each set, in file order.
 
     `context` is the most positions the target has; prompts that leave no room for the answer, and
     those that the template refuses, are left out with a warning. ConfigurationError when a set is empty.
@@ -36,7 +36,7 @@ def read_questions(
     for name, prompts in _sets(spec, base, store):
         kept, left_out = 0, 0
         for prompt in prompts:
-            if kept == spec.evaluation.samples:
+            if kept == samples:
                 break
             try:
                 question = _render(prompt, name, renderer)

@@ -5,8 +5,8 @@ the target verifies the block in one pass; the drafts that equal the target's ow
 emitted, and one token more. Without a drafter the block is the last token alone, so plain decoding
 is the same loop with the same cache and a fair base for speed.
 
-One answer at a time. Not for serving, nor for targets with recurrent layers, whose state cannot be
-taken back to an earlier token (ConfigurationError; SGLang can).
+One answer at a time. Not for serving, nor for speculation with targets that have recurrent layers, whose
+state cannot be taken back to an earlier token (ConfigurationError; SGLang can).
 """
 
 import hashlib
@@ -95,8 +95,8 @@ class Decoder:
                 f"in the target's context of {limit}; leave it out"
             )
         sampler = Sampler(temperature, _seed_of(seed, _number(question.sample_id)), self._target.device)
-        cache = self._new_cache()
-        proposer = _Proposer(drafter, self._tables) if drafter is not None else None
+        cache = self._new_cache(taken_back=drafter is not None)
+        proposer = Proposer(drafter, self._tables) if drafter is not None else None
         accepted: list[int] = []
         emitted: list[int] = []
         draft_seconds = 0.0
@@ -140,11 +140,12 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> Tensor:
         """The target's logits [V] after `ids`, in fp32, from one pass over all of them."""
-        return self._logits(self._forward(ids, self._new_cache())[-1:])[0].float()
+        return self._logits(self._forward(ids, self._new_cache(taken_back=False))[-1:])[0].float()
 
-    def _new_cache(self) -> Any:
+    def _new_cache(self, *, taken_back: bool) -> Any:
+        """An empty cache; `taken_back` says that tokens will be taken out of it again."""
         cache = DynamicCache(config=self._target.decoder.config)  # type: ignore[arg-type]
-        if any(not layer.is_croppable for layer in cache.layers):
+        if taken_back and any(not layer.is_croppable for layer in cache.layers):
             raise ConfigurationError(
                 "evaluation.engine: this target keeps a recurrent or windowed state, which cannot be taken "
                 "back after a rejected draft in process; set engine: sglang"
@@ -180,7 +181,7 @@ class Decoder:
                 handle.remove()
 
 
-class _Proposer:
+class Proposer:
     """A drafter at work on one answer."""
 
     def __init__(self, drafter: DFlashDrafter, tables: Tables) -> None:

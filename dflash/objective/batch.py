@@ -45,6 +45,7 @@ class PackedBatch:
     rows_host, teacher_rows_host: the same in NumPy, to cut the work without asking a device.
     noise_seeds, context_lengths: one per sample.
     blocks, anchored_samples: host counts, for logs: real blocks, and samples that have one.
+    coverage: sum over samples of the share of their supervised tokens that some block must predict.
     """
 
     taps: Tensor
@@ -61,6 +62,7 @@ class PackedBatch:
     blocks: int
     samples: int
     anchored_samples: int
+    coverage: float
 
 
 def pack(
@@ -82,6 +84,7 @@ def pack(
     taps, finals, contexts, seeds = [], [], [], []
     documents, starts, tokens, labels, rows, teacher_positions = [], [], [], [], [], []
     block_count = final_rows = anchored = 0
+    coverage = 0.0
     for index, sample in enumerate(samples):
         length = len(sample.ids)
         if len(sample.supervised) != length or len(sample.states.taps) != length:
@@ -113,6 +116,7 @@ def pack(
         if sample.states.final is not None:
             finals.append(sample.states.final[torch.from_numpy(used).to(sample.states.final.device)])
         final_rows += len(used)
+        coverage += len(used) / max(1, int(supervised.sum()))
         block_count += len(drawn)
 
     if not samples:
@@ -169,4 +173,5 @@ def pack(
         blocks=block_count,
         samples=len(samples),
         anchored_samples=anchored,
+        coverage=coverage,
     )

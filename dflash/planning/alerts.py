@@ -2,7 +2,7 @@
 
 Looks at a window of rows as they are in metrics.jsonl (`dflash.tracking.jsonl`; names as the training's
 reporter writes them), newest last, and at what rows cannot say: checkpoints, the store, the plan. What is
-not there raises nothing. Not for where alerts go, nor for how long one is kept.
+not there raises nothing. Not for where alerts go, nor for how long one is kept (`dflash.training.alarms`).
 """
 
 import math
@@ -36,10 +36,9 @@ _PATIENCE = 3.0
 class Surroundings:
     """What the rows do not say; None where it is unknown, and then nothing is raised from it.
 
-    gradient_norms: per row, oldest first. store_seconds: a small request to the store, lately.
+    store_seconds: a small request to the store, lately.
     """
 
-    gradient_norms: Sequence[float] = ()
     dropped_share: float | None = None
     checkpoint_age_seconds: float | None = None
     checkpoint_every_seconds: float | None = None
@@ -59,12 +58,22 @@ class Alert:
 Rows = Sequence[Mapping[str, Any]]
 
 
-def alerts(rows: Rows, around: Surroundings | None = None) -> list[Alert]:
-    """All alerts that hold now. Rows that are events, and numbers that are missing, are passed over."""
-    rows = [row for row in rows if "event" not in row]
+def alerts(rows: Rows, around: Surroundings | None = None, recent: Rows | None = None) -> list[Alert]:
+    """All alerts that hold now. Rows that are events, and numbers that are missing, are passed over.
+
+    `rows` must reach back far enough for a trend, evenly spaced; `recent` are the newest rows one by one,
+    by default the same.
+    """
+    rows = _metrics(rows)
+    recent = rows if recent is None else _metrics(recent)
     around = around or Surroundings()
-    found = [check(rows) for check in _OF_ROWS] + [check(around) for check in _OF_SURROUNDINGS]
+    found = [check(rows) for check in _OF_TRENDS] + [check(recent) for check in _OF_RECENT]
+    found += [check(around) for check in _OF_SURROUNDINGS]
     return [alert for alert in found if alert is not None]
+
+
+def _metrics(rows: Rows) -> Rows:
+    return [row for row in rows if "event" not in row]
 
 
 def _loss_not_falling(rows: Rows) -> Alert | None:
@@ -153,8 +162,8 @@ def _bad_replies(rows: Rows) -> Alert | None:
     )
 
 
-def _gradient_exploding(around: Surroundings) -> Alert | None:
-    norms = [norm for norm in around.gradient_norms if not math.isnan(norm)]
+def _gradient_exploding(rows: Rows) -> Alert | None:
+    norms = _series(rows, "train/gradient_norm")
     if len(norms) < _LEAST_ROWS:
         return None
     usual, lately = median(norms[:-3]), median(norms[-3:])
@@ -210,17 +219,19 @@ def _schedule_missed(around: Surroundings) -> Alert | None:
     )
 
 
-_OF_ROWS: tuple[Callable[[Rows], Alert | None], ...] = (
+_OF_TRENDS: tuple[Callable[[Rows], Alert | None], ...] = (
     _loss_not_falling,
     _accuracy_flat,
     _acceptance_at_one,
+)
+_OF_RECENT: tuple[Callable[[Rows], Alert | None], ...] = (
     _targets_starved,
     _drafters_starved,
     _skipped_steps,
     _bad_replies,
+    _gradient_exploding,
 )
 _OF_SURROUNDINGS: tuple[Callable[[Surroundings], Alert | None], ...] = (
-    _gradient_exploding,
     _drop_rate_up,
     _checkpoints_late,
     _store_slow,

@@ -50,6 +50,49 @@ class Checkpoint(Section):
     keep: int = operational(3, ge=1, le=1000, description="Newest checkpoints kept; older ones are deleted.")
 
 
+class EarlyStop(Section):
+    """When measured acceptance ends a run before its last step. Both rules are off by default."""
+
+    min_acceptance_length: float | None = Field(
+        None, ge=1.0, le=64.0, description="End the run when less is measured, once it is `after` done."
+    )
+    after: float = Field(
+        0.25, ge=0.0, le=1.0, description="Share of the steps before which a low figure ends nothing."
+    )
+    patience: int = Field(
+        0, ge=0, le=1000, description="Measurements in a row without a new best that end the run; 0 is never."
+    )
+
+
+class TrainingEvaluation(Section):
+    """Acceptance measured while training, on held-out prompts, against the target's own greedy answers.
+
+    Off by default. Target 0 answers the prompts once, before it serves, and then measures the newest
+    committed checkpoint whenever one is due, beside serving; drafters never wait for it but at the end.
+    """
+
+    every_steps: int = Field(
+        0, ge=0, le=10_000_000, description="Steps between measured checkpoints; 0 is not by steps."
+    )
+    every_minutes: float = Field(
+        0.0, ge=0.0, le=10_080.0, description="Minutes between measured checkpoints; 0 is not by time."
+    )
+    samples: int = Field(16, ge=1, le=256, description="Most prompts of each evaluation set.")
+    max_tokens: int = Field(128, ge=2, le=4096, description="Most tokens in one answer.")
+    best_checkpoint: bool = Field(
+        True, description="Export the checkpoint with the most measured acceptance; false is the last one."
+    )
+    stop: EarlyStop = Field(EarlyStop(), description="Ending a run early.")
+    wait_seconds: int = operational(
+        600, ge=0, le=3600, description="Longest wait at the end for the last checkpoint's measurement."
+    )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is ever measured."""
+        return self.every_steps > 0 or self.every_minutes > 0.0
+
+
 class Training(Section):
     """The training stage: targets stream hidden states, drafters learn from them."""
 
@@ -104,6 +147,9 @@ class Training(Section):
         "auto", description="Transport of hidden states and gradients: nccl on GPUs, gloo on CPUs."
     )
     checkpoint: Checkpoint = operational(Checkpoint(), description="Checkpoints.")
+    evaluation: TrainingEvaluation = Field(
+        TrainingEvaluation(), description="Acceptance measured while training."
+    )
     max_restarts: int = operational(
         10, ge=0, le=10_000, description="Attempts lost to errors before the Drafter is Stalled."
     )
@@ -122,6 +168,17 @@ class Training(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        stop = self.evaluation.stop
+        if not self.evaluation.enabled and (stop.min_acceptance_length is not None or stop.patience):
+            raise ValueError(
+                "evaluation.stop needs measurements: set evaluation.everySteps or evaluation.everyMinutes"
+            )
+        if self.evaluation.enabled and self.evaluation.wait_seconds >= self.progress_deadline_seconds:
+            raise ValueError(
+                f"evaluation.waitSeconds {self.evaluation.wait_seconds} must be below "
+                f"progressDeadlineSeconds {self.progress_deadline_seconds}, or a run would be replaced while "
+                "it waits at its end"
+            )
         if isinstance(self.targets, int) and not 1 <= self.targets <= 4096:
             raise ValueError(f"targets {self.targets} must be 1 to 4096, or `auto`")
         if self.min_targets > self.max_targets:

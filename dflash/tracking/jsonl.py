@@ -72,7 +72,8 @@ class JsonlMetrics:
 
     def append(self, step: int, values: Mapping[str, float | str]) -> Row:
         """Write one row at once, so that a crash loses at most the row being written."""
-        self._step = step
+        # A row may be of an earlier step, as what a checkpoint was measured to accept: events do not go back.
+        self._step = max(self._step, step)
         # JSON has no NaN or infinity: null keeps the row readable and the hole visible.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         row = {STEP: step, "time": round(time.time(), 3), "attempt": self._attempt, **clean}
@@ -82,7 +83,7 @@ class JsonlMetrics:
         return row
 
     def event(self, text: str) -> Row:
-        """Note something that happened, at the step of the last row."""
+        """Note something that happened, at the highest step of any row."""
         return self.append(self._step, {"event": text})
 
     def finish(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dflash import layout
 from dflash.resource.storage import Tracking
-from dflash.tracking.jsonl import JsonlMetrics
+from dflash.tracking.jsonl import JsonlMetrics, Row
 from dflash.tracking.wandb_run import WandbRun
 
 if TYPE_CHECKING:
@@ -67,6 +67,11 @@ class Tracker:
             tracker.event(f"restart: attempt {attempt} goes on from step {step}")
         return tracker
 
+    @property
+    def earlier(self) -> list[Row]:
+        """Rows of the attempts before this one, up to the step that it goes on from."""
+        return self._jsonl.rows
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row of metrics at `step`. Names with a slash are grouped by W&B: `train/loss`."""
         row = self._jsonl.append(step, metrics)
@@ -74,7 +79,7 @@ class Tracker:
             self._wandb.log(row)
 
     def event(self, text: str) -> None:
-        """Mark something at the step of the last row: a restart, an early stop."""
+        """Mark something at the highest step of any row: a restart, an early stop."""
         row = self._jsonl.event(text)
         if self._wandb is not None:
             self._wandb.log(row)

@@ -11,6 +11,7 @@ Resume takes the newest checkpoint whose files verify, not what LATEST says.
 import logging
 import re
 import tempfile
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -72,6 +73,18 @@ class _Listing:
     committed: set[Place] = field(default_factory=set)
 
 
+def load_weights(store: Store, run: str, place: Place) -> tuple[RunState, dict[str, Tensor]]:
+    """A committed checkpoint's state and masters, verified. NotFound or Corrupt where they cannot be had."""
+    commit = read_commit(store, place.folder(run))
+    if commit is None:
+        raise NotFound(f"the checkpoint of step {place.step}, attempt {place.attempt}, is not there any more")
+    with tempfile.TemporaryDirectory(prefix="dflash-weights-") as folder:
+        for name in (_STATE, _WEIGHTS):
+            store.download_file(commit.files[name], Path(folder, name))
+        state = RunState(**orjson.loads(Path(folder, _STATE).read_bytes()))
+        return state, load_file(Path(folder, _WEIGHTS))
+
+
 class Checkpoints:
     """Saves and restores one run's checkpoints, for one attempt. Used by rank 0 only."""
 
@@ -84,6 +97,12 @@ class Checkpoints:
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._upload: Future[None] | None = None
         self._saved: int | None = None
+        self.committed: Place | None = None
+        """The newest checkpoint that this attempt committed or resumed from."""
+        self.committed_at = time.monotonic()
+        """When that was; at first, when this attempt began."""
+        self.pinned: frozenset[Place] = frozenset()
+        """Checkpoints that are kept however many are newer."""
 
     def claim(self) -> None:
         """Make this attempt the one that may commit. TemporaryError when a higher one was here."""
@@ -120,6 +139,7 @@ class Checkpoints:
                     f"{ours}; restore the declaration it was made from, or set spec.rerun to train anew"
                 )
         self._saved = place.step if place.attempt == self._attempt else None
+        self.committed = place
         return Restored(place, state, load_file(folder / _WEIGHTS), load_file(folder / _MOMENTS))
 
     @property
@@ -160,6 +180,7 @@ class Checkpoints:
                 )
         folder = place.folder(self._run)
         if read_commit(self._store, folder) is not None:
+            self.committed = place
             return  # this attempt was started twice and has been here; equal steps have equal weights
         self._check_fence()
         with tempfile.TemporaryDirectory(prefix="dflash-checkpoint-") as temporary:
@@ -178,6 +199,7 @@ class Checkpoints:
             # A higher attempt came between the check and the commit: take the commit back.
             delete_commit(self._store, folder)
             raise
+        self.committed, self.committed_at = place, time.monotonic()
         log.info("checkpoint of step %d is committed", place.step)
         self._prune()
 
@@ -214,7 +236,7 @@ class Checkpoints:
     def _prune(self) -> None:
         """Delete all but the newest checkpoints, and what attempts before left without a commit."""
         listing = self._list()
-        kept = set(sorted(listing.committed)[-self._keep :])
+        kept = {*sorted(listing.committed)[-self._keep :], *self.pinned}
         for place in listing.seen:
             unfinished = place not in listing.committed
             if place not in kept and not (unfinished and place.attempt >= self._attempt):

@@ -16,14 +16,17 @@ COUNTS = (
     "samples",
     "tokens",
     "unanchored_samples",
+    "coverage",
     "lost_samples",
     "wait_seconds",
     "stop",
+    "end",
     "incomplete",
 )
 """Beside `StepSums`, per rank and step: samples and context tokens trained, samples without an anchor,
-samples that no target could give states for, seconds waited for states, whether this rank wants to stop, and
-whether it gave its part of the step up."""
+each sample's share of supervised tokens that a block predicts, samples that no target could give states
+for, seconds waited for states, whether this rank wants to stop, whether it wants the run to end here,
+and whether it gave its part of the step up."""
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,18 @@ _SECONDS = 2.0
 
 
 class Heartbeat:
-    """Writes `drafters/<run>/heartbeat.json` from construction to `stop`. Rank 0 only."""
+    """Writes `drafters/<run>/heartbeat.json` from `start` to `stop`. Rank 0 only."""
 
-    def __init__(self, store: Store, run: str, current: Callable[[], Progress]) -> None:
-        """`current` gives the newest snapshot; it is called from the thread."""
-        self._store, self._key, self._current = store, layout.heartbeat(run), current
+    def __init__(self, store: Store, run: str) -> None:
+        self._store, self._key = store, layout.heartbeat(run)
         self._stop = threading.Event()
         self._failing = False
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self.store_seconds: float | None = None
+        """What the last write took: a measure of the store. None before the first."""
+
+    def start(self, current: Callable[[], Progress]) -> None:
+        """`current` gives the newest snapshot; it is called from the thread."""
+        self._thread = threading.Thread(target=self._run, args=(current,), name="heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -34,11 +38,12 @@ class Heartbeat:
         self._stop.set()
         self._thread.join(timeout=5.0)
 
-    def _run(self) -> None:
+    def _run(self, current: Callable[[], Progress]) -> None:
         stopped = False
         while not stopped:
             stopped = self._stop.wait(_SECONDS)
-            progress = self._current().model_copy(update={"updated_at": time.time()})
+            progress = current().model_copy(update={"updated_at": time.time()})
+            began = time.monotonic()
             try:
                 self._store.put(self._key, progress.model_dump_json(by_alias=True).encode())
             except Exception as error:  # noqa: BLE001 - a missing heartbeat is seen by who reads it
@@ -47,3 +52,4 @@ class Heartbeat:
                 self._failing = True
             else:
                 self._failing = False
+                self.store_seconds = time.monotonic() - began

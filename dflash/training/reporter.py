@@ -5,19 +5,23 @@ the counts. Not for writing them: that is `dflash.tracking`, `heartbeat` and `ch
 """
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dflash.channel.interface import ClientStats
-from dflash.channel.verdict import judge
+from dflash.channel.verdict import judge, wanted_targets
 from dflash.errors import DflashError
 from dflash.objective.step import StepSums
+from dflash.planning.alerts import Alert, Surroundings
 from dflash.progress import Progress
 from dflash.resource.training import Training
 from dflash.tracking import Tracker
+from dflash.training.alarms import Alarms
 from dflash.training.checkpoints import Checkpoints
+from dflash.training.evaluating import Evaluating
 from dflash.training.figures import objective_metrics
 from dflash.training.optimizer import FlatOptimizer
 from dflash.training.schedule import learning_rate, noise_std
@@ -29,6 +33,8 @@ _ALARM_SHARE = 0.01
 """Of steps or samples without any anchor: beyond it the data is not what was meant."""
 _LOST_SHARE, _LOST_LEAST = 0.01, 3
 """Samples whose states no target could give: so many are left out, and more end the run."""
+_PASSING = ("stop", "end", "incomplete", "gradient_norm")
+"""Of a step's numbers, those whose total over a run says nothing."""
 _SHOWN = ("loss", "accuracy", "acceptance_length", "streak")
 
 
@@ -41,6 +47,8 @@ class Run:
     attempt: int
     world: int
     interval_seconds: float
+    dropped_share: float | None = None
+    """Of the dataset's answers, those that its gate dropped."""
 
 
 @dataclass
@@ -81,17 +89,20 @@ class Reporter:
         *,
         step: int,
         counts: Mapping[str, float],
+        store_seconds: Callable[[], float | None],
+        evaluating: Evaluating | None = None,
     ) -> None:
+        """`store_seconds` is what a small request takes; `evaluating` is None where nothing is measured."""
         self.counts: Counter[str] = Counter(counts)
         self.metrics: dict[str, float] = {}
         self._run, self._tracker, self._checkpoints, self._optimizer = run, tracker, checkpoints, optimizer
-        self._channel = channel
+        self._channel, self._store_seconds, self.evaluating = channel, store_seconds, evaluating
         self._sums: StepSums | None = None
         self._interval: Counter[str] = Counter()
         self._began, self._first_step = time.monotonic(), step
         self._before = channel()
         self._saved_step, self._saved_at = step, time.monotonic()
-        self._alarmed: set[str] = set()
+        self._alarms = Alarms(tracker.earlier)
         self._whole = _Waits()
         self._progress = Progress(
             stage="training",
@@ -106,7 +117,9 @@ class Reporter:
         """The newest snapshot, with how the channel is now. From any thread."""
         channel, progress = self._channel(), self._progress
         live = sum(target.live for target in channel.targets)
-        figures = {**progress.figures, "targets": float(live), "queue_depth": float(channel.depth)}
+        now = {"targets": float(live), "queue_depth": float(channel.depth)}
+        measured = self.evaluating.figures if self.evaluating else {}
+        figures = {**progress.figures, **measured, **now}
         message = progress.message if live or progress.message == "exporting" else channel.status
         return progress.model_copy(update={"figures": figures, "message": message})
 
@@ -126,6 +139,13 @@ class Reporter:
         )
         if due and not self._checkpoints.busy:
             self.save(trainer)
+        if self.evaluating is not None:
+            self.evaluating.after_step()
+
+    @property
+    def ending(self) -> bool:
+        """Whether measurements say that the run should end now."""
+        return self.evaluating is not None and bool(self.evaluating.ending)
 
     def save(self, trainer: Trainer) -> None:
         """Start a checkpoint of the present step."""
@@ -148,8 +168,11 @@ class Reporter:
             **self._schedule(trainer.step),
             **self._speed(seconds, steps),
             **self._channel_metrics(seconds),
+            "train/gradient_norm": self._gradient_norm(steps),
             "progress/step": float(trainer.step),
             "progress/share": trainer.step / self._run.steps,
+            # Of a sample's supervised tokens, how many a visit trains: anchors are budgeted per sample.
+            "train/coverage": self._interval["coverage"] / max(1.0, self._interval["samples"]),
             "progress/samples": self.counts["samples"],
             "progress/skipped_steps": self.counts["skipped"],
             "progress/steps_without_anchor": self.counts["weightless"],
@@ -157,7 +180,7 @@ class Reporter:
         }
         self._tracker.log(trainer.step, metrics)
         self.metrics = metrics
-        self._alarm(trainer.step)
+        self._alarm(trainer.step, metrics)
         self._whole.add(seconds, metrics["drafter/wait_share"], metrics.get("target/idle_share"))
         rate = steps / seconds
         figures: dict[str, float | str] = {
@@ -171,17 +194,16 @@ class Reporter:
         }
         if "target/idle_share" in metrics:
             figures["target_idle_share"] = metrics["target/idle_share"]
-        figures["verdict"] = judge(
-            int(metrics["target/live"]),
-            self._run.world,
-            metrics.get("target/idle_share"),
-            metrics["drafter/wait_share"],
-        ).sentence
+        targets, idle = int(metrics["target/live"]), metrics.get("target/idle_share")
+        wait = metrics["drafter/wait_share"]
+        figures["verdict"] = judge(targets, self._run.world, idle, wait).sentence
+        figures["wanted_targets"] = float(wanted_targets(targets, idle, wait))
         self._progress = self._progress.model_copy(
             update={
                 "rate": rate,
                 "eta_seconds": (self._run.steps - trainer.step) / rate,
                 "figures": figures,
+                "alerts": self._alarms.sentences,
             }
         )
         log.info(
@@ -211,7 +233,7 @@ class Reporter:
         sums, counts = trainer.read_totals()
         self._sums = sums if self._sums is None else self._sums + sums
         self._interval.update(counts)
-        self.counts.update({name: counts[name] for name in counts if name not in ("stop", "incomplete")})
+        self.counts.update({name: counts[name] for name in counts if name not in _PASSING})
         lost, trained = self.counts["lost_samples"], self.counts["samples"]
         if counts["lost_samples"] and lost > max(_LOST_LEAST, _LOST_SHARE * trained):
             causes = "; ".join(f"{text} ({n})" for text, n in Counter(self._channel().causes).most_common(3))
@@ -226,6 +248,11 @@ class Reporter:
             "train/learning_rate": learning_rate(self._run.training, last, self._run.steps),
             "train/noise_std": noise_std(self._run.training, last, self._run.steps),
         }
+
+    def _gradient_norm(self, steps: int) -> float:
+        """Mean over the interval's steps that were trained, before clipping; NaN without one."""
+        trained = steps - self._interval["skipped"] - self._interval["weightless"]
+        return self._interval["gradient_norm"] / trained if trained > 0 else math.nan
 
     def _speed(self, seconds: float, steps: int) -> dict[str, float]:
         return {
@@ -254,15 +281,33 @@ class Reporter:
             metrics["target/idle_share"] = sum(idle) / len(idle)
         return metrics
 
-    def _alarm(self, step: int) -> None:
-        for name, share, what in (
-            ("weightless", self.counts["weightless"] / step, "steps"),
-            ("samples", self.counts["unanchored_samples"] / max(1.0, self.counts["samples"]), "samples"),
-        ):
-            if share > _ALARM_SHARE and name not in self._alarmed:
-                self._alarmed.add(name)
-                text = (
-                    f"{share:.1%} of the {what} have no anchor: look at the answers' lengths in the dataset"
-                )
-                log.error("%s", text)
-                self._tracker.event(text)
+    def _alarm(self, step: int, row: Mapping[str, float]) -> None:
+        """Say what is newly wrong: in the log, among the metrics, and in the heartbeat while it lasts."""
+        checkpoint = self._run.training.checkpoint
+        pace = row["drafter/steps_per_second"]
+        around = Surroundings(
+            dropped_share=self._run.dropped_share,
+            checkpoint_age_seconds=time.monotonic() - self._checkpoints.committed_at,
+            # Never more often than once a step.
+            checkpoint_every_seconds=max(
+                min(60.0 * checkpoint.every_minutes, checkpoint.every_steps / pace), 1.0 / pace
+            ),
+            store_seconds=self._store_seconds(),
+        )
+        for alert in self._alarms.see(row, around, self._without_anchor(step)):
+            log.warning("%s", alert.sentence)
+            self._tracker.event(alert.sentence)
+
+    def _without_anchor(self, step: int) -> list[Alert]:
+        shares = {
+            "steps": self.counts["weightless"] / step,
+            "samples": self.counts["unanchored_samples"] / max(1.0, self.counts["samples"]),
+        }
+        return [
+            Alert(
+                f"{what}-without-anchor",
+                f"{share:.1%} of the {what} have no anchor; look at the answers' lengths in the dataset",
+            )
+            for what, share in shares.items()
+            if share > _ALARM_SHARE
+        ]

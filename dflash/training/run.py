@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,17 @@ from dflash.objective.weights import Objective
 from dflash.resource import Drafter
 from dflash.storage.commit import read_commit, write_commit
 from dflash.storage.location import location_of
-from dflash.storage.store import Store
+from dflash.storage.store import Corrupt, NotFound, Store
 from dflash.tracking import Tracker
-from dflash.training.checkpoints import Checkpoints
+from dflash.training.checkpoints import Checkpoints, load_weights
 from dflash.training.control import Control
+from dflash.training.evaluating import Evaluating
 from dflash.training.feed import Feed
 from dflash.training.figures import SumsLayout
 from dflash.training.group import Group
 from dflash.training.heartbeat import Heartbeat
+from dflash.training.measured import early_stop
+from dflash.training.measurements import Measurements
 from dflash.training.optimizer import FlatOptimizer
 from dflash.training.order import Order
 from dflash.training.reporter import Reporter, Run
@@ -78,6 +81,16 @@ class Plan:
     facts: TargetFacts
     shape: DraftShape
     identity: Identity
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where an attempt goes on, the same in every rank."""
+
+    step: int = 0
+    counts: Mapping[str, float] = field(default_factory=dict)
+    ended: bool = False
+    """Whether measurements have ended the run at this step."""
 
 
 def plan_of(resource: Drafter) -> Plan:
@@ -148,18 +161,32 @@ class _Rank:
         checkpoints = Checkpoints(
             self._store, part.run, part.attempt, keep=training.checkpoint.keep, identity=identity
         )
-        step, counts = self._resume(checkpoints, group, learner.optimizer)
+        measurements = self._measurements()
+        start = self._resume(checkpoints, group, learner.optimizer, measurements, order.steps)
+        step = start.step
         client = self._connect(plan, device)
         feed = Feed(client.stream, training_set, order, rank=part.rank, world=part.world, first_step=step)
         self._stack.callback(feed.close)
         reporter = None
         if self._first:
-            run = Run(training, order.steps, part.attempt, part.world, self._spec.tracking.interval_seconds)
             tracker = self._tracker(step)
+            evaluating = None
+            if measurements is not None:
+                evaluating = Evaluating(training.evaluation, order.steps, measurements, checkpoints, tracker)
+            heartbeat = Heartbeat(self._store, part.run)
             reporter = Reporter(
-                run, tracker, checkpoints, learner.optimizer, client.stats, step=step, counts=counts
+                self._constants(dataset, order),
+                tracker,
+                checkpoints,
+                learner.optimizer,
+                client.stats,
+                step=step,
+                counts=start.counts,
+                store_seconds=lambda: heartbeat.store_seconds,
+                evaluating=evaluating,
             )
-            self._stack.callback(Heartbeat(self._store, part.run, reporter.progress).stop)
+            heartbeat.start(reporter.progress)
+            self._stack.callback(heartbeat.stop)
         trainer = Trainer(
             training,
             learner,
@@ -168,6 +195,7 @@ class _Rank:
             feed,
             step=step,
             stop=self._control.stopping.is_set,
+            end=lambda: reporter is not None and reporter.ending,
             after_step=reporter.after_step if reporter else lambda _: None,
         )
         log.info(
@@ -179,7 +207,8 @@ class _Rank:
             step,
             order.steps,
         )
-        outcome = trainer.run()
+        # A run that measurements ended stays ended, also when its export was not committed in time.
+        outcome = Outcome.DONE if start.ended else trainer.run()
         self._control.commit_begins()
         if outcome is Outcome.STOPPED:
             self._stopped(trainer, group, checkpoints, reporter)
@@ -188,10 +217,30 @@ class _Rank:
             reporter.say("exporting")
             reporter.save(trainer)
             checkpoints.finish()
-            self._export(plan, learner.drafter, reporter, trainer.step)
+            drafter, exported = self._chosen(plan, learner.drafter, reporter, trainer.step)
+            self._export(plan, drafter, reporter, trainer.step, exported)
         group.barrier("exported", _EXPORT_SECONDS)
         self._control.commit_ends()
         _bounded(group.leave, "leaving the group")
+
+    def _constants(self, dataset: Dataset, order: Order) -> Run:
+        dropped = sum(dataset.manifest.dropped.values())
+        return Run(
+            self._training,
+            order.steps,
+            self._part.attempt,
+            self._part.world,
+            self._spec.tracking.interval_seconds,
+            dropped_share=dropped / max(1, dropped + len(dataset)),
+        )
+
+    def _measurements(self) -> Measurements | None:
+        """What checkpoints were measured to accept, where that is asked for. Rank 0 only."""
+        if not (self._first and self._training.evaluation.enabled):
+            return None
+        measurements = Measurements(self._store, self._part.run)
+        self._stack.callback(measurements.close)
+        return measurements
 
     def _join(self, device: torch.device) -> Group:
         part, training = self._part, self._training
@@ -231,24 +280,30 @@ class _Rank:
         return Learner(drafter, tables, objective, optimizer, device)
 
     def _resume(
-        self, checkpoints: Checkpoints, group: Group, optimizer: FlatOptimizer
-    ) -> tuple[int, Mapping[str, float]]:
+        self,
+        checkpoints: Checkpoints,
+        group: Group,
+        optimizer: FlatOptimizer,
+        measurements: Measurements | None,
+        steps: int,
+    ) -> _Start:
         """Rank 0 restores what is committed; the others get it from rank 0."""
-        start: dict[str, Any] = {"step": 0, "counts": {}}
+        start = _Start()
         if self._first:
             checkpoints.claim()
             restored = checkpoints.restore()
             if restored is not None:
                 optimizer.restore(restored.weights, restored.moments)
-                start = {"step": restored.state.step, "counts": dict(restored.state.counts)}
+                history = measurements.history if measurements else []
+                ended = bool(early_stop(self._training.evaluation, history, steps))
+                start = _Start(restored.state.step, dict(restored.state.counts), ended)
                 log.info("resumed from %s", restored.place.folder(self._part.run))
         seconds = float(self._training.startup_deadline_seconds)
-        start = orjson.loads(
-            group.share("start", orjson.dumps(start).decode() if self._first else None, seconds)
-        )
+        shared = orjson.dumps(asdict(start)).decode() if self._first else None
+        start = _Start(**orjson.loads(group.share("start", shared, seconds)))
         group.broadcast(optimizer.state_tensors())
         optimizer.refresh()
-        return start["step"], start["counts"]
+        return start
 
     def _connect(self, plan: Plan, device: torch.device) -> HiddenStateClient:
         part, training = self._part, self._training
@@ -299,8 +354,31 @@ class _Rank:
         _bounded(group.leave, "leaving the group")
         raise Preempted(f"stopped after step {trainer.step}, with a checkpoint committed")
 
-    def _export(self, plan: Plan, drafter: DFlashDrafter, reporter: Reporter, steps: int) -> None:
+    def _chosen(
+        self, plan: Plan, last: DFlashDrafter, reporter: Reporter, step: int
+    ) -> tuple[DFlashDrafter, int]:
+        """The drafter to export and the step it is of: the last, or one that was measured to be better."""
+        found = None
+        if reporter.evaluating is not None:
+            reporter.say("measuring the last checkpoint")
+            found = reporter.evaluating.choose(self._control.stopping.is_set)
+            reporter.say("exporting")
+        if found is None:
+            return last, step
+        try:
+            _, weights = load_weights(self._store, self._part.run, found.place)
+        except (NotFound, Corrupt) as error:
+            log.error("the best checkpoint cannot be had, the last is exported: %s", error)
+            return last, step
+        best = DFlashDrafter(plan.shape)
+        best.load_state_dict(weights)
+        return best, found.step
+
+    def _export(
+        self, plan: Plan, drafter: DFlashDrafter, reporter: Reporter, steps: int, exported: int
+    ) -> None:
         """Write the drafter in the format that engines load, check what was written, commit it."""
+        evaluating = reporter.evaluating
         files = export_files(drafter, plan.shape, plan.facts)
         with tempfile.TemporaryDirectory(prefix="dflash-export-") as folder:
             for name, data in files.items():
@@ -316,13 +394,16 @@ class _Rank:
                     "target": plan.identity.fingerprint,
                     "attempt": self._part.attempt,
                     "steps": steps,
+                    "exported_step": exported,
+                    "measured": evaluating.summary() if evaluating else [],
+                    "ended_early": evaluating.ending if evaluating else "",
                     "counts": dict(reporter.counts),
                     "metrics": reporter.metrics,
                     "verdict": reporter.conclude(),
                     "versions": own_versions(),
                 },
             )
-        log.info("exported after %d steps", steps)
+        log.info("exported the drafter of step %d, after %d steps", exported, steps)
 
 
 def _bounded(action: Any, what: str) -> None:

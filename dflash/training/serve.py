@@ -1,9 +1,11 @@
 """The target side of the training stage: a frozen model that serves hidden states until the run ends.
 
 A target knows nothing of order, epochs or attempts. It stays through restarts of the drafters, and
-ends by itself when the run's export is committed.
+ends by itself when the run's export is committed. Target 0 also measures checkpoints, where that is
+asked for.
 """
 
+import itertools
 import logging
 import threading
 
@@ -21,6 +23,7 @@ from dflash.resource import Drafter
 from dflash.storage.location import location_of
 from dflash.storage.store import Store
 from dflash.training.control import Control
+from dflash.training.measuring import Measuring
 from dflash.training.run import Plan, device_of, plan_of
 from dflash.training.versions import check_published
 
@@ -29,6 +32,8 @@ log = logging.getLogger(__name__)
 _LOOK_SECONDS = 2.0
 """Between two looks at whether the run has ended."""
 _PROBE_LENGTHS = (7, 40, 23)
+_CHECK_EVERY = 2000
+"""Batches between two checks of the kernels: six short forwards, nothing beside so many long ones."""
 _LEAST_COSINE = 0.999
 
 
@@ -47,8 +52,21 @@ def serve(resource: Drafter, run: str, index: int, *, bind: str, advertise: str,
         resource.spec.target.model, resource.spec.target.revision, resource.spec.target.dtype, device
     )
     check_capture(target, plan)
+    measuring = None
+    if index == 0 and training.evaluation.enabled:
+        # Before it serves, so that no drafter's request waits behind these answers.
+        measuring = Measuring(resource.spec, plan.shape, target, store, run)
+    batches = itertools.count(1)
+    problem: list[DflashError] = []
 
     def capture(batch: list[np.ndarray]) -> list[States]:
+        if next(batches) % _CHECK_EVERY == 0:
+            try:
+                check_capture(target, plan)
+            except DflashError as error:  # no sample's fault: this process must go, not the sample
+                problem.append(error)
+                server.request_stop()
+                raise
         return target.capture(batch, plan.identity.taps, plan.identity.final)
 
     directory = MemberDirectory(store, run)
@@ -75,7 +93,6 @@ def serve(resource: Drafter, run: str, index: int, *, bind: str, advertise: str,
         fingerprint=plan.identity.fingerprint,
     )
     log.info("target %d serves on %s:%d", index, advertise, server.port)
-    problem: list[DflashError] = []
 
     def watch() -> None:
         agreed = versions_agree
@@ -91,10 +108,14 @@ def serve(resource: Drafter, run: str, index: int, *, bind: str, advertise: str,
 
     watcher = threading.Thread(target=watch, name="target-watch", daemon=True)
     watcher.start()
+    if measuring is not None:
+        measuring.start()
     try:
         server.serve()
     finally:
         server.stop()
+        if measuring is not None:
+            measuring.stop()
         stats = server.stats()
         log.info(
             "served %d samples, %d tokens; causes of faults: %s", stats.samples, stats.tokens, stats.causes

@@ -64,6 +64,7 @@ class Decision:
     """What the group agreed on in a step's all-reduce."""
 
     stop: bool
+    end: bool
     incomplete: bool
     skipped: bool
     weight: float
@@ -82,28 +83,37 @@ class Trainer:
         *,
         step: int,
         stop: Callable[[], bool],
+        end: Callable[[], bool],
         after_step: Callable[["Trainer"], None],
     ) -> None:
-        """`stop` says whether this process was asked to end; `after_step` is called at every boundary."""
+        """`stop` says whether this process was asked to end; `after_step` is called at every boundary.
+
+        `end` says whether the run is to end before its last step; one rank that says so is enough.
+        """
         self.step = step
         self._training, self._learner, self._group = training, learner, group
         self._order, self._feed = order, feed
-        self._stop, self._after_step = stop, after_step
+        self._stop, self._end, self._after_step = stop, end, after_step
         self._sums = SumsLayout(learner.drafter.shape.block_size)
-        self._totals = torch.zeros(self._sums.size + 2, dtype=torch.float64, device=learner.device)
+        self._totals = torch.zeros(self._sums.size + 3, dtype=torch.float64, device=learner.device)
         self._undecided: _Reading | None = None
         self._skipped_in_a_row = 0
         self._stopped = False
+        self._ended = False
         self._waited = 0.0
 
     def run(self) -> Outcome:
         """Train to the end of the run, or until the group stops. Errors: the feed's, the group's."""
-        while self.step < self._order.steps and not self.stopped:
+        while self.step < self._order.steps and not self._over:
             self._take_step()
-            if not self.stopped:
+            if not self._over:
                 self._after_step(self)
         self.settle()
         return Outcome.STOPPED if self.stopped else Outcome.DONE
+
+    @property
+    def _over(self) -> bool:
+        return self._stopped or self._ended
 
     @property
     def stopped(self) -> bool:
@@ -113,12 +123,14 @@ class Trainer:
     def read_totals(self) -> tuple[StepSums, dict[str, float]]:
         """Sums of all steps since the last call, over all ranks; one transfer.
 
-        Counts also have `skipped` (steps that were not finite) and `weightless` (without any anchor).
+        Counts also have `skipped` (steps that were not finite), `weightless` (without any anchor) and
+        `gradient_norm` (of all other steps, before clipping).
         """
         totals = self._totals.to("cpu", copy=True)
         self._totals.zero_()
         counts = {name: float(self._sums.count(totals, name)) for name in COUNTS}
-        counts |= {"skipped": float(totals[-2]), "weightless": float(totals[-1])}
+        names = ("gradient_norm", "skipped", "weightless")
+        counts |= dict(zip(names, totals[-3:].tolist(), strict=True))
         return self._sums.step_sums(totals[: self._sums.size]), counts
 
     def _take_step(self) -> None:
@@ -131,9 +143,10 @@ class Trainer:
             self._sums.count(optimizer.sums, "incomplete").fill_(1.0)
         computed = time.perf_counter()
         self.settle()
-        if self._stopped:
+        if self._over:
             return
         self._count("stop", float(self._stop()))
+        self._count("end", float(self._end()))
         waited = self._feed.wait_seconds
         self._count("wait_seconds", waited - self._waited)
         self._group.sum(optimizer.reduced)
@@ -141,10 +154,10 @@ class Trainer:
         rate = learning_rate(self._training, self.step, self._order.steps)
         sums = self._sums.step_sums(optimizer.sums)
         incomplete = self._sums.count(optimizer.sums, "incomplete")
-        _, skipped = optimizer.step(rate, sums.weight, refused=sums.nonfinite + incomplete)
-        self._add_totals(optimizer.sums, skipped, incomplete)
-        stop = self._sums.count(optimizer.sums, "stop")
-        self._undecided = _Reading(torch.stack([stop, incomplete, skipped, sums.weight]))
+        norm, skipped = optimizer.step(rate, sums.weight, refused=sums.nonfinite + incomplete)
+        self._add_totals(optimizer.sums, norm, skipped, incomplete)
+        stop, end = (self._sums.count(optimizer.sums, name) for name in ("stop", "end"))
+        self._undecided = _Reading(torch.stack([stop, end, incomplete, skipped, sums.weight]))
         self.step += 1
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
@@ -199,6 +212,7 @@ class Trainer:
         self._count("samples", len(samples))
         self._count("tokens", sum(len(sample.ids) for sample in samples))
         self._count("unanchored_samples", batch.samples - batch.anchored_samples)
+        self._count("coverage", batch.coverage)
 
     def _count(self, name: str, amount: float) -> None:
         self._sums.count(self._learner.optimizer.sums, name).add_(amount)
@@ -210,7 +224,7 @@ class Trainer:
         if self._stop():
             self._group.announce_stop()
             return True
-        return self._stopped or self._group.stopping
+        return self._over or self._group.stopping
 
     def settle(self) -> None:
         """Learn what the last step decided, so that `step` is certain: one that was given up is not done."""
@@ -220,6 +234,7 @@ class Trainer:
         if decision.incomplete:
             self.step -= 1
         self._stopped = decision.stop or decision.incomplete
+        self._ended = decision.end and not decision.incomplete
         if decision.skipped and not decision.incomplete and decision.weight != 0.0:
             self._skipped_in_a_row += 1
             log.warning(
@@ -233,13 +248,14 @@ class Trainer:
         else:
             self._skipped_in_a_row = 0
 
-    def _add_totals(self, sums: Tensor, skipped: Tensor, incomplete: Tensor) -> None:
+    def _add_totals(self, sums: Tensor, norm: Tensor, skipped: Tensor, incomplete: Tensor) -> None:
         """A skipped step counts in samples and tokens, not in what was achieved; one given up in nothing."""
         done = incomplete == 0
         end = self._sums.objective
         weightless = (self._sums.step_sums(sums).weight == 0) & done
         self._totals[:end] += torch.where(skipped > 0, 0.0, sums[:end])
-        self._totals[end:-2] += torch.where(done, sums[end:], 0.0)
+        self._totals[end:-3] += torch.where(done, sums[end:], 0.0)
+        self._totals[-3] += torch.where(skipped > 0, 0.0, norm)
         self._totals[-2] += (skipped > 0) & done & ~weightless
         self._totals[-1] += weightless
 
@@ -264,5 +280,5 @@ class _Reading:
     def read(self) -> Decision:
         if self._event is not None:
             self._event.synchronize()
-        stop, incomplete, skipped, weight = self._values.tolist()
-        return Decision(stop > 0, incomplete > 0, skipped > 0, weight)
+        stop, end, incomplete, skipped, weight = self._values.tolist()
+        return Decision(stop > 0, end > 0, incomplete > 0, skipped > 0, weight)

@@ -15,7 +15,7 @@ from dflash.storage.location import is_local
 from dflash.storage.store import Store
 from jobs.cli.connect import connected, home_of
 from jobs.cli.results import rows
-from jobs.cli.view import amount, figures, pace
+from jobs.cli.view import amount, figures, pace, remarks
 from operators.observe import Outputs, committed, outputs_of, progress
 from operators.observed import STAGES, Committed, Stage
 
@@ -41,6 +41,9 @@ def show_status(file: Path, *, as_json: bool) -> None:
         told = Progress.model_validate(seen) if seen else None
         detail = ", ".join(filter(None, [amount(told), pace(told), figures(told)])) if told else ""
         typer.echo(f"  {stage['name']:<11} {stage['state']:<8} {stage['hash']}  {detail}".rstrip())
+        if told is not None and stage["state"] == "running":
+            for sentence in remarks(told):
+                typer.echo(f"    {sentence}")
     if state["report"]:
         for name, value in rows(state["report"], promoted=state["promoted"]):
             typer.echo(f"  {name}: {value}")

@@ -16,7 +16,16 @@ from operators.local import Snapshot
 from operators.observed import STAGE_OF, STAGES, Stage
 
 LINE_SECONDS = 10.0
-_FIGURES = ("loss", "accuracy", "acceptance_length", "streak", "tokens_per_second", "dropped_share")
+_FIGURES = (
+    "loss",
+    "accuracy",
+    "acceptance_length",
+    "measured_acceptance_length",
+    "best_acceptance_length",
+    "streak",
+    "tokens_per_second",
+    "dropped_share",
+)
 _ACTIVE = ("Pending", "Queued", "Generating", "Training", "Evaluating")
 
 Show = Callable[[Snapshot], None]
@@ -84,10 +93,9 @@ def render(name: str, snapshot: Snapshot) -> Group:
     message = snapshot.trouble or snapshot.summary.message
     if message:
         lines.append(Text(message, style="yellow" if snapshot.trouble else "dim", overflow="fold"))
-    training = snapshot.progress.get("training")
-    verdict = training.figures.get("verdict") if training and snapshot.stage == "training" else None
-    if verdict:
-        lines.append(Text(str(verdict), style="dim", overflow="fold"))
+    at_work = snapshot.progress.get(snapshot.stage) if snapshot.stage else None
+    if at_work is not None:
+        lines += [Text(sentence, style="dim", overflow="fold") for sentence in remarks(at_work)]
     failure = snapshot.summary.failure
     if failure is not None:
         what = f"last failure: {failure.role} {failure.index} {failure.reason}: {failure.message}"
@@ -149,6 +157,12 @@ def figures(progress: Progress) -> str:
     """The figures that matter, in a fixed order."""
     told = [name for name in _FIGURES if name in progress.figures]
     return ", ".join(f"{name.replace('_', ' ')} {_number(progress.figures[name])}" for name in told)
+
+
+def remarks(progress: Progress) -> list[str]:
+    """What a stage says of itself in sentences: the bottleneck, why it ends early, and what is wrong."""
+    said = [progress.figures.get(name) for name in ("verdict", "early_stop")]
+    return [str(sentence) for sentence in said if sentence] + [f"alert: {text}" for text in progress.alerts]
 
 
 def _number(value: float | str) -> str:

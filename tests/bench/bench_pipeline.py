@@ -101,6 +101,7 @@ class Side:
             self.order,
             feed,
             step=0,
+            end=lambda: False,
             stop=lambda: False,
             after_step=lambda _: None,
         )

@@ -43,7 +43,9 @@ def commit_trained(store: Store, resource: Drafter) -> None:
     target = load_target(spec.target.model, dtype="float32")
     tables = load_tables(spec.target.model, dtype="float32")
     tokenizer = load_tokenizer(spec.target.model)
-    questions = read_questions(spec, Path.cwd(), store, tokenizer, target.facts.max_positions)
+    questions = read_questions(
+        spec, Path.cwd(), store, tokenizer, target.facts.max_positions, samples=spec.evaluation.samples
+    )
     decoder = Decoder(target, tables, None, frozenset())
     texts = []
     for question in questions[::2]:

@@ -9,6 +9,7 @@ import torch
 from dflash.errors import ConfigurationError
 from dflash.evaluation.answers import Question
 from dflash.evaluation.equality import Scores, compare
+from dflash.evaluation.replay import GreedyAnswer, replay
 from dflash.evaluation.speculative import Decoder, Sampler
 from dflash.model.drafter import DFlashDrafter
 from dflash.model.shape import DraftShape, resolve_shape
@@ -118,16 +119,47 @@ def test_an_answer_ends_at_the_contexts_end(folder: Path, tables: Tables, shape:
         decoder.answer(Question(sample_id="full", prompt_ids=[5] * 64), contender="none", max_tokens=9)
 
 
-def test_a_hybrid_target_is_refused_in_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("errors", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_replayed_answer_is_counted_as_the_decoder_counts(
+    target: TargetModel, tables: Tables, shape: DraftShape, errors: float, ends: bool
+) -> None:
+    for question in questions(4):
+        known = Decoder(target, tables, None, frozenset()).answer(question, contender="none", max_tokens=40)
+        stops = frozenset(known.tokens[25:26] if ends else [])
+        plain = Decoder(target, tables, None, stops).answer(question, contender="none", max_tokens=40)
+        oracle = Oracle(shape, tables, known.tokens, len(question.prompt_ids), errors)
+        drafted = Decoder(target, tables, oracle, stops).answer(question, contender="dflash", max_tokens=40)
+        ids = np.array([*question.prompt_ids, *plain.tokens])
+        taps = target.capture([ids], shape.taps, final=False)[0].taps
+        replayed = replay(oracle, tables, GreedyAnswer(question, plain.tokens, 40, taps))
+        replayed.check()
+        assert (replayed.accepted, replayed.emitted) == (drafted.accepted, drafted.emitted)
+        assert replayed.finish_reason == drafted.finish_reason
+
+
+def test_a_real_drafter_accepts_the_same_in_a_replay(
+    target: TargetModel, tables: Tables, shape: DraftShape
+) -> None:
+    drafter = DFlashDrafter(shape)
+    decoder = Decoder(target, tables, drafter, frozenset([258]))
+    for question in questions(6, seed=3):
+        drafted = decoder.answer(question, contender="dflash", max_tokens=40)
+        ids = np.array([*question.prompt_ids, *drafted.tokens])
+        taps = target.capture([ids], shape.taps, final=False)[0].taps
+        replayed = replay(drafter, tables, GreedyAnswer(question, drafted.tokens, 40, taps))
+        assert (replayed.accepted, replayed.emitted) == (drafted.accepted, drafted.emitted)
+
+
+def test_a_hybrid_target_decodes_in_process_but_refuses_to_speculate(tmp_path: Path) -> None:
     hybrid = save_tiny_target(tmp_path, "qwen3_5")
-    decoder = Decoder(
-        load_target(str(hybrid), dtype="float32"),
-        load_tables(str(hybrid), dtype="float32"),
-        None,
-        frozenset(),
-    )
+    target = load_target(str(hybrid), dtype="float32")
+    model = DraftModel(layers=1, block_size=4, sliding_window=None, taps=[0, 1], mask_token_id=300)
+    drafter = DFlashDrafter(resolve_shape(model, target.facts))
+    decoder = Decoder(target, load_tables(str(hybrid), dtype="float32"), drafter, frozenset())
+    assert len(decoder.answer(questions(1)[0], contender="none", max_tokens=4).tokens) == 4
     with pytest.raises(ConfigurationError, match="set engine: sglang"):
-        decoder.answer(questions(1)[0], contender="none", max_tokens=4)
+        decoder.answer(questions(1)[0], contender="dflash", max_tokens=4)
 
 
 def test_sampling_draws_from_the_targets_distribution() -> None:

@@ -117,8 +117,8 @@ def _slow_capture_down(seconds: float) -> None:
 
     capture = TargetModel.capture
 
-    def slow(self: TargetModel, *arguments: Any) -> Any:
+    def slow(self: TargetModel, *arguments: Any, **named: Any) -> Any:
         time.sleep(seconds)
-        return capture(self, *arguments)
+        return capture(self, *arguments, **named)
 
     TargetModel.capture = slow  # type: ignore[method-assign]

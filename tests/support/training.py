@@ -36,7 +36,9 @@ class TrainingRun:
         drafter: Mapping[str, Any] | None = None,
         target: Path | None = None,
         interval: float = 0.5,
+        held_out: int = 0,
     ) -> None:
+        """`held_out` prompts, about, are there to measure by while training."""
         self.store, self.run = store, run
         self._folder, self._environment = folder, server.environment
         self._processes: list[JobProcess] = []
@@ -44,6 +46,9 @@ class TrainingRun:
         target = target or save_tiny_target(folder / "target", layers=5)
         if not store.exists(layout.dataset_manifest(DATASET)):
             commit_synthetic_dataset(store, DATASET, samples)
+        prompts = folder / "prompts.jsonl"
+        texts = (f"Question number {number}, please." for number in range(2 * held_out))
+        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
         location = store.location
         resource = {
             "apiVersion": "dflash.dev/v1alpha1",
@@ -51,7 +56,7 @@ class TrainingRun:
             "metadata": {"name": "tiny"},
             "spec": {
                 "target": {"model": str(target), "dtype": "float32"},
-                "prompts": {"uri": str(folder / "unused.jsonl")},
+                "prompts": {"uri": str(prompts), "holdOut": 0.5},
                 "storage": {"uri": location.uri, "endpoint": location.endpoint, "region": location.region},
                 "drafter": {
                     "layers": 1,

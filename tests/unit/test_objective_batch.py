@@ -126,3 +126,12 @@ def test_states_captured_in_inference_mode_can_be_trained_on():
         sample = random_sample(SHAPE, 12, 3)
     batch = pack([sample], SHAPE, anchors=4, seed=0, epoch=0)
     assert not batch.taps.is_inference()
+
+
+def test_coverage_is_each_samples_own_share_of_supervised_tokens_that_a_block_predicts():
+    short = dataclasses.replace(random_sample(SHAPE, 10, 0, 1), supervised=torch.ones(10, dtype=torch.bool))
+    silent = dataclasses.replace(random_sample(SHAPE, 10, 0, 2), supervised=torch.zeros(10, dtype=torch.bool))
+    everywhere = pack([short, silent], SHAPE, anchors=9, seed=0, epoch=0)
+    assert everywhere.coverage == pytest.approx(9 / 10)  # only the first token cannot be predicted
+    once = pack([short], SHAPE, anchors=1, seed=0, epoch=0)
+    assert once.coverage == pytest.approx(len(once.rows_host) / 10)

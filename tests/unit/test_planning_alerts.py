@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from dflash.planning.alerts import Surroundings, alerts
 
 WELL = Surroundings(
-    gradient_norms=[1.0, 0.9, 1.1] * 10,
     dropped_share=0.03,
     checkpoint_age_seconds=400,
     checkpoint_every_seconds=600,
@@ -39,6 +38,7 @@ def healthy(rows=40, seed=0, first=0.15, last=0.75, noise=0.02):
                 "drafter/wait_share": 0.05 + random_.random() / 20,
                 "target/idle_share": 0.08 + random_.random() / 20,
                 "channel/bad_replies": 0.0,
+                "train/gradient_norm": 1.0 + random_.random() / 5,
             }
         )
     return found
@@ -57,9 +57,9 @@ ROW_FAULTS = {
     "drafters-starved": ("drafter/wait_share", lambda _: 0.5),
     "gradient-not-finite": ("progress/skipped_steps", float),
     "bad-replies": ("channel/bad_replies", lambda i: 2.0 * i),
+    "gradient-exploding": ("train/gradient_norm", lambda i: 1.0 if i < 37 else 30.0 * (i - 36)),
 }
 FAULTS = {
-    "gradient-exploding": {"gradient_norms": [1.0] * 20 + [30.0, 60.0, 90.0]},
     "drop-rate-up": {"dropped_share": 0.87},
     "checkpoints-not-committing": {"checkpoint_age_seconds": 3000},
     "store-slow": {"store_seconds": 12.0},

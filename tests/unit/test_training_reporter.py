@@ -1,6 +1,8 @@
 """What rank 0 reports and decides between steps."""
 
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +46,10 @@ class World:
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.events: list[str] = []
         self.saved: list[tuple[int, dict[str, float]]] = []
+        self.stats = STATS
+        self.earlier: list[dict[str, Any]] = []
+        self.committed_at = time.monotonic()
+        self.store_seconds = 0.1
         self.busy = False
         self.step = 0
         self.new: dict[str, float] = {}
@@ -54,20 +60,26 @@ class World:
             self,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
-            lambda: STATS,
+            lambda: self.stats,
             step=0,
             counts={},
+            store_seconds=lambda: self.store_seconds,
         )
 
     def take_steps(self, count: int, **counts: float) -> None:
         self.step += count
-        self.new = {"samples": 4.0 * count, "tokens": 100.0 * count, **counts}
+        self.new = {
+            "samples": 4.0 * count,
+            "tokens": 100.0 * count,
+            "gradient_norm": 0.5 * count,
+            **counts,
+        }
         self._steps = count
         self.reporter.after_step(self)  # type: ignore[arg-type]
 
     # the trainer
     def read_totals(self) -> tuple[StepSums, dict[str, float]]:
-        counts = {**dict.fromkeys((*COUNTS, "skipped", "weightless"), 0.0), **self.new}
+        counts = {**dict.fromkeys((*COUNTS, "gradient_norm", "skipped", "weightless"), 0.0), **self.new}
         self.new = {}
         steps, self._steps = self._steps, 0
         return sums(steps), counts
@@ -104,6 +116,7 @@ def test_a_row_has_the_objective_the_schedule_and_both_sides() -> None:
     assert row["train/streak"] == 0.5
     assert row["progress/share"] == 0.03
     assert row["target/idle_share"] == 0.4
+    assert row["train/gradient_norm"] == 0.5
     assert {
         "train/learning_rate",
         "train/noise_std",
@@ -154,3 +167,33 @@ def test_steps_without_an_anchor_raise_one_alarm_beyond_a_percent() -> None:
     world.take_steps(1, weightless=1.0)
     assert len(world.events) == 1
     assert "of the steps have no anchor" in world.events[0]
+
+
+def test_what_is_wrong_is_an_event_once_and_stays_in_the_heartbeat_while_it_lasts() -> None:
+    world = World()
+    world.stats = replace(STATS, targets=())
+    world.take_steps(1)
+    assert world.reporter.progress().alerts == []
+    world.store_seconds = 12.0
+    world.take_steps(1)
+    world.take_steps(1)
+    assert [text for text in world.events if "the store takes 12.0 s" in text] == world.events
+    assert len(world.events) == 1
+    assert world.reporter.progress().alerts == world.events
+    world.store_seconds = 0.1
+    for _ in range(12):
+        world.take_steps(1)
+    assert world.reporter.progress().alerts == []
+    world.store_seconds = 12.0
+    world.take_steps(1)
+    assert len(world.events) == 2
+
+
+def test_checkpoints_that_do_not_commit_are_told_by_how_often_they_should() -> None:
+    world = World(checkpoint=Checkpoint(every_steps=10_000, every_minutes=0.01))
+    world.take_steps(1)
+    assert world.events == []
+    world.committed_at -= 60.0
+    world.take_steps(1)
+    assert len(world.events) == 1
+    assert "the last checkpoint was committed 1 minutes ago" in world.events[0]

@@ -74,6 +74,7 @@ class Source:
     fail_at: int | None = None
     wait_seconds: float = 0.0
     taken: int = 0
+    end_at: int | None = None
     stop: threading.Event = field(default_factory=threading.Event)
 
     def take(self, interrupted: Callable[[], bool]) -> Fed:
@@ -113,6 +114,7 @@ def make_trainer(
         source,  # type: ignore[arg-type]
         step=0,
         stop=source.stop.is_set,
+        end=lambda: source.end_at is not None and trainer.step >= source.end_at,
         after_step=after or (lambda trainer: None),
     )
     return trainer, optimizer
@@ -146,6 +148,7 @@ def test_a_run_trains_all_and_counts_it() -> None:
     assert 1.0 <= metrics["train/acceptance_length"] <= 4.0
     assert {"train/accuracy_slot_1", "train/accuracy_slot_2", "train/accuracy_slot_3"} <= metrics.keys()
     assert "train/accuracy_slot_0" not in metrics
+    assert counts["gradient_norm"] > 0
     assert trainer.read_totals()[1]["samples"] == 0
 
 
@@ -235,6 +238,15 @@ def test_asked_to_stop_it_ends_at_a_boundary_and_the_step_given_up_counts_in_not
     assert torch.equal(optimizer.masters, seen[1])
     _, counts = trainer.read_totals()
     assert counts["samples"] == 8
+
+
+def test_told_that_the_run_should_end_it_is_done_before_its_last_step() -> None:
+    source = Source(Order(24, 4, 1, 0), end_at=3)
+    trainer, _ = make_trainer(source)
+    assert trainer.run() is Outcome.DONE
+    # The step in which the others hear of it is still trained.
+    assert trainer.step == 4
+    assert trainer.read_totals()[1]["samples"] == 16
 
 
 class Rows:
