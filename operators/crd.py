@@ -61,9 +61,32 @@ RULES: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "drafter.taps": [("self.isSorted()", "taps must be ascending and without repeats")],
+    "evaluation": [
+        (
+            "!has(self.rival) || !(self.rival.name in ['none', 'mtp', 'dflash'])",
+            "rival.name must not be none, mtp or dflash",
+        ),
+        (
+            "self.servers.all(s, s.contender in ['none', 'mtp', 'dflash'] || "
+            "(has(self.rival) && s.contender == self.rival.name))",
+            "servers: contender must be none, mtp, dflash or the rival's name",
+        ),
+    ],
     "training": [
         ("self.minTargets <= self.maxTargets", "minTargets must not be above maxTargets"),
         ("self.drafters <= self.batchSize", "drafters must not be above batchSize; raise batchSize"),
+        (
+            "(self.evaluation.everySteps == 0 && self.evaluation.everyMinutes == 0.0) || "
+            "self.evaluation.waitSeconds < self.progressDeadlineSeconds",
+            "evaluation.waitSeconds must be below progressDeadlineSeconds",
+        ),
+    ],
+    "training.evaluation": [
+        (
+            "self.everySteps > 0 || self.everyMinutes > 0.0 || "
+            "(!has(self.stop.minAcceptanceLength) && self.stop.patience == 0)",
+            "stop needs measurements: set everySteps or everyMinutes",
+        )
     ],
     "training.targets": [
         (
@@ -74,6 +97,7 @@ RULES: dict[str, list[tuple[str, str]]] = {
 }
 _LIST_TYPES: dict[str, Schema] = {
     "drafter.taps": {"x-kubernetes-list-type": "set"},
+    "evaluation.servers": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["contender"]},
     "evaluation.prompts": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     "stages": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     "conditions": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},

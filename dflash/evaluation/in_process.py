@@ -7,7 +7,7 @@ slows down or speeds up bears on all alike.
 import json
 import logging
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from dflash.evaluation.ledger import Ledger
 from dflash.evaluation.roofline import Roofline
 from dflash.evaluation.speculative import Decoder
 from dflash.model.checkpoint import load_export
-from dflash.model.shape import check_fits
+from dflash.model.drafter import DFlashDrafter
+from dflash.model.shape import DraftShape, check_fits
 from dflash.model.source import model_folder
 from dflash.model.target import load_tables, load_target
 from dflash.resource.evaluation import Evaluation
@@ -53,18 +54,26 @@ def stop_tokens(folder: Path) -> frozenset[int]:
 class InProcess:
     """Target and drafter, loaded for `evaluation.dtype`."""
 
-    def __init__(self, target: Target, spec: Evaluation, export: Path) -> None:
-        """`export` is a folder with the exported drafter."""
+    def __init__(self, target: Target, spec: Evaluation, drafters: Mapping[str, Path]) -> None:
+        """`drafters` are folders of exported drafters by contender, DFLASH first."""
         self._spec = spec
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device = device
         self.target = load_target(target.model, target.revision, spec.dtype, device)
         self._tables = load_tables(target.model, target.revision, spec.dtype, device)
-        drafter, self.shape = load_export(export)
-        check_fits(self.shape, self.target.facts)
-        self._drafter = drafter.to(device, getattr(torch, spec.dtype)).eval()
         self.stops = stop_tokens(model_folder(target.model, target.revision, weights=False))
-        self.decoder = Decoder(self.target, self._tables, self._drafter, self.stops)
+        self._drafters: dict[str, DFlashDrafter] = {}
+        self.shapes: dict[str, DraftShape] = {}
+        for contender, folder in drafters.items():
+            drafter, shape = load_export(folder)
+            check_fits(shape, self.target.facts)
+            self._drafters[contender] = drafter.to(device, getattr(torch, spec.dtype)).eval()
+            self.shapes[contender] = shape
+        self._decoders = {
+            name: Decoder(self.target, self._tables, drafter, self.stops)
+            for name, drafter in self._drafters.items()
+        }
+        self.contenders = (NONE, *self._drafters)
 
     def run(
         self,
@@ -77,7 +86,7 @@ class InProcess:
             (question, contender, repeat)
             for repeat in range(self._spec.repeats)
             for place, question in enumerate(questions)
-            for contender in ((NONE, DFLASH) if (place + repeat) % 2 == 0 else (DFLASH, NONE))
+            for contender in self.contenders[:: 1 if (place + repeat) % 2 == 0 else -1]
             if not ledger.find(contender, 1, repeat, question.sample_id)
         ]
         if todo:
@@ -92,11 +101,12 @@ class InProcess:
 
     def _warm_up(self, question: Question) -> None:
         """First calls allocate and tune; they are not measured."""
-        for contender in (NONE, DFLASH):
+        for contender in self.contenders:
             self._answer(question, contender, 0, _WARM_UP_TOKENS)
 
     def _answer(self, question: Question, contender: str, repeat: int, max_tokens: int) -> Answer:
-        return self.decoder.answer(
+        decoder = self._decoders[DFLASH if contender == NONE else contender]
+        return decoder.answer(
             question,
             contender=contender,
             max_tokens=max_tokens,
@@ -126,7 +136,7 @@ class InProcess:
         return summarise(len(questions), differences)
 
     def _scores(self, ids: list[int], plain: int, other: int) -> Scores:
-        logits = self.decoder.logits(ids)
+        logits = self._decoders[DFLASH].logits(ids)
         return Scores(float(logits[plain]), float(logits[other]), float(logits.max()))
 
     def roofline(self, *, step_seconds: float, context: float, length: float, speedup: float) -> Roofline:
@@ -138,7 +148,7 @@ class InProcess:
         return roofline.assess(
             weight_bytes=(body + head) * dtype.itemsize,
             kv_bytes=2 * facts.layers * facts.kv_heads * facts.head_dim * dtype.itemsize * context,
-            draft_bytes=(_parameters(self._drafter) + head) * dtype.itemsize,
+            draft_bytes=(_parameters(self._drafters[DFLASH]) + head) * dtype.itemsize,
             parameters=body + head,
             concurrency=1,
             step_seconds=step_seconds,

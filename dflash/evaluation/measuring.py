@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dflash.evaluation import acceptance, launch
+from dflash.evaluation import acceptance
 from dflash.evaluation.answers import DFLASH, MTP, NONE, Answer, Question
 from dflash.evaluation.diagnosis import Diagnosis, diagnose
 from dflash.evaluation.equality import Equality
@@ -15,13 +15,16 @@ from dflash.evaluation.in_process import InProcess, device_name
 from dflash.evaluation.ledger import Ledger
 from dflash.evaluation.live import StageProgress
 from dflash.evaluation.report import Measurement, measure
-from dflash.evaluation.roofline import Roofline
-from dflash.evaluation.served import Served
+from dflash.evaluation.roofline import Roofline, assess, probe_bandwidth, probe_flops
+from dflash.evaluation.served import Served, ServedRun
 from dflash.model.checkpoint import load_export
 from dflash.model.facts import TargetFacts
 from dflash.model.shape import DraftShape
 from dflash.model.source import fingerprint, model_folder
 from dflash.model.target import load_tables, load_target
+from dflash.planning.memory import value_bytes
+from dflash.planning.step_cost import parameter_count
+from dflash.planning.target_cost import target_cost
 from dflash.resource import DrafterSpec
 from dflash.storage.store import Store
 
@@ -31,13 +34,16 @@ _DIAGNOSED = 12
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured, and where answers and progress go. `export` is the drafter's folder."""
+    """What is measured, and where answers and progress go.
+
+    `drafters` are folders by contender, `shapes` what they hold: DFLASH first, then a rival.
+    """
 
     spec: DrafterSpec
     evaluation: str
     store: Store
-    export: Path
-    shape: DraftShape
+    drafters: dict[str, Path]
+    shapes: dict[str, DraftShape]
     facts: TargetFacts
     questions: list[Question]
     ledger: Ledger
@@ -61,8 +67,8 @@ class Findings:
 def in_process(work: Work) -> Findings:
     """Measure with target and drafter in this process."""
     spec, questions, ledger, progress = work.spec, work.questions, work.ledger, work.progress
-    bench = InProcess(spec.target, spec.evaluation, work.export)
-    progress.total = 2 * len(questions) * spec.evaluation.repeats
+    bench = InProcess(spec.target, spec.evaluation, work.drafters)
+    progress.total = len(bench.contenders) * len(questions) * spec.evaluation.repeats
     progress.say("measuring")
     bench.run(questions, ledger, lambda _: progress.count(len(ledger)))
     found = []
@@ -75,11 +81,9 @@ def in_process(work: Work) -> Findings:
         progress.say("comparing outputs")
         differences = bench.compare(questions, ledger)
     plain, mine = ledger.of(NONE, 1), ledger.of(DFLASH, 1)
-    block_size = bench.shape.block_size
-    measurements = [
-        measure(NONE, 1, plain, [], block_size=block_size),
-        measure(DFLASH, 1, mine, plain, block_size=block_size),
-    ]
+    measurements = [measure(NONE, 1, plain, [], block_size=1)]
+    for name, shape in bench.shapes.items():
+        measurements.append(measure(name, 1, ledger.of(name, 1), plain, block_size=shape.block_size))
     progress.say("probing the device")
     return Findings(
         measurements=measurements,
@@ -94,18 +98,12 @@ def in_process(work: Work) -> Findings:
 
 def through_sglang(work: Work) -> Findings:
     """Measure with a fresh SGLang server for each contender."""
-    spec, questions, ledger, progress, shape = (
-        work.spec,
-        work.questions,
-        work.ledger,
-        work.progress,
-        work.shape,
-    )
+    spec, questions, ledger, progress = work.spec, work.questions, work.ledger, work.progress
     evaluation = spec.evaluation
     served = Served(
         spec,
-        work.export,
-        shape,
+        work.drafters,
+        work.shapes,
         hybrid=work.facts.hybrid,
         context=work.facts.max_positions,
         store=work.store,
@@ -124,7 +122,7 @@ def through_sglang(work: Work) -> Findings:
             concurrency,
             ledger.of(contender, concurrency),
             ledger.of(NONE, concurrency),
-            block_size=shape.block_size if contender == DFLASH else launch.MTP_DRAFT_TOKENS,
+            block_size=served.block_size(contender),
             wall_seconds=run.wall_seconds[contender, concurrency],
         )
         for concurrency in evaluation.concurrency
@@ -134,7 +132,7 @@ def through_sglang(work: Work) -> Findings:
         measurements=measurements,
         answers=ledger.of(DFLASH, evaluation.concurrency[0]),
         differences=run.differences,
-        roofline=None,
+        roofline=served_roofline(work, measurements, ledger.of(NONE, evaluation.concurrency[0]), run),
         warnings=run.warnings,
         engine={
             "name": "sglang",
@@ -156,7 +154,7 @@ def diagnosis_of(work: Work, tokenizer: Any) -> Diagnosis:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = load_target(spec.target.model, spec.target.revision, spec.evaluation.dtype, device)
     tables = load_tables(spec.target.model, spec.target.revision, spec.evaluation.dtype, device)
-    drafter, _ = load_export(work.export)
+    drafter, _ = load_export(work.drafters[DFLASH])
     plain = work.ledger.of(NONE, spec.evaluation.concurrency[0]) or work.ledger.of(NONE, 1)
     longest = sorted((a for a in plain if a.repeat == 0), key=lambda a: -len(a.tokens))[:_DIAGNOSED]
     prompts = {q.sample_id: q.prompt_ids for q in work.questions}
@@ -198,4 +196,42 @@ def _roofline(
         context=context,
         length=drafted.acceptance_length.pooled,
         speedup=drafted.speedup,
+    )
+
+
+def served_roofline(
+    work: Work, measurements: Sequence[Measurement], plain: Sequence[Answer], run: ServedRun
+) -> Roofline | None:
+    """Plain decoding through SGLang at the first concurrency, against this machine's limits.
+
+    None where the server without speculation was given: it may be on another machine. Bytes are counted
+    from the target's shapes; a pass over several devices (tp_size) has the bandwidth of all.
+    """
+    evaluation = work.spec.evaluation
+    if any(server.contender == NONE for server in evaluation.servers):
+        return None
+    drafted = next(m for m in measurements if m.contender == DFLASH)
+    steps = sum(a.verifications for a in plain)
+    if not steps or drafted.acceptance_length is None or drafted.speedup is None:
+        return None
+    lengths = {q.sample_id: len(q.prompt_ids) for q in work.questions}
+    context = sum((lengths[a.sample_id] + len(a.tokens) / 2) * a.verifications for a in plain) / steps
+    concurrency = evaluation.concurrency[0]
+    cost, shape = target_cost(work.facts), work.shapes[DFLASH]
+    scale = value_bytes(evaluation.dtype) / 2  # costs are in bytes of two a value
+    head = cost.head_parameters or cost.embedding_parameters
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    devices = int(run.effective.get(NONE, {}).get("tp_size") or 1)
+    dtype = getattr(torch, evaluation.dtype)
+    return assess(
+        weight_bytes=cost.decode_bytes(concurrency, 0.0) * scale,
+        kv_bytes=(cost.decode_bytes(1, context) - cost.decode_bytes(1, 0.0)) * scale,
+        draft_bytes=(parameter_count(shape) + head) * value_bytes(evaluation.dtype),
+        parameters=cost.active_layer_parameters + head,
+        concurrency=concurrency,
+        step_seconds=sum(a.decode_seconds for a in plain) / steps,
+        bandwidth=devices * probe_bandwidth(device, dtype),
+        flops=devices * probe_flops(device, dtype),
+        acceptance_length=drafted.acceptance_length.pooled,
+        measured_speedup=drafted.speedup,
     )

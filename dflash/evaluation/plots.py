@@ -63,9 +63,11 @@ def _training(report: Report) -> bytes | None:
         return None
     with _figure(len(names), width=3.4 * len(names)) as (_, axes, png):
         for axis, name in zip(axes, names, strict=True):
-            points = [(row["global_step"], row[name]) for row in report.training.curve if name in row]
+            # Measured acceptance is told by tokens trained, to be compared between runs of unlike batches.
+            along = "eval/tokens" if name.startswith("eval/") else "global_step"
+            points = [(row[along], row[name]) for row in report.training.curve if name in row]
             axis.plot(*zip(*points, strict=True), color=_COLOURS[0], linewidth=1.6)
-            _label(axis, name, "step", "")
+            _label(axis, name, "tokens trained" if along == "eval/tokens" else "step", "")
     return png.getvalue()
 
 

@@ -59,7 +59,7 @@ class TrainingSummary(BaseModel):
     steps: int = Field(description="Last step that was logged.")
     final: dict[str, float] = Field(description="Last value of each metric.")
     curve: list[dict[str, float]] = Field(
-        description="At most 200 rows, evenly spaced; `global_step` in each."
+        description="At most 200 rows, evenly spaced, and 200 of measured acceptance; `global_step` in each."
     )
 
 
@@ -205,14 +205,40 @@ def training_summary(rows: Sequence[dict[str, Any]]) -> TrainingSummary | None:
         {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k not in ("time", "attempt")}
         for row in rows
     ]
-    kept = [row for row in numbers if len(row) > 1]
+    # What a checkpoint was measured to accept comes later than rows of later steps.
+    kept = sorted((row for row in numbers if len(row) > 1), key=lambda row: row["global_step"])
     if not kept:
         return None
-    stride = max(1, math.ceil(len(kept) / 200))
+    measured = [row for row in kept if "eval/acceptance_length" in row]
+    trained = [row for row in kept if "eval/acceptance_length" not in row]
+    curve = sorted(_spaced(measured) + _spaced(trained), key=lambda row: row["global_step"])
     final: dict[str, float] = {}
     for row in kept:
         final.update(row)
-    return TrainingSummary(steps=int(final["global_step"]), final=final, curve=kept[::-1][::stride][::-1])
+    return TrainingSummary(steps=int(final["global_step"]), final=final, curve=curve)
+
+
+def _spaced(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    """At most 200 rows, evenly spaced, the last one among them."""
+    return rows[::-1][:: max(1, math.ceil(len(rows) / 200))][::-1]
+
+
+def losses(measurements: Sequence[Measurement]) -> list[str]:
+    """A sentence for each contender that loses to plain decoding at some concurrency."""
+    found = []
+    for name in dict.fromkeys(m.contender for m in measurements):
+        slower = {
+            m.concurrency: m.speedup
+            for m in measurements
+            if m.contender == name and m.speedup is not None and m.speedup < 1.0
+        }
+        if slower:
+            places = ", ".join(f"{speedup:.2f} times at {n}" for n, speedup in sorted(slower.items()))
+            found.append(
+                f"{name} is slower than plain decoding with so many requests in flight: {places}; serve it "
+                "with fewer, or with fewer draft tokens"
+            )
+    return found
 
 
 def warnings(

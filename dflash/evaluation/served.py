@@ -1,17 +1,18 @@
 """Evaluation through SGLang: what users of the drafter will get, measured as they get it.
 
-Every contender has a fresh server with flags that differ in speculation alone. Counts come from each
-answer's `meta_info`, and are checked against the server's own counters on `/metrics`; the effective
-settings are read back from the server. Order of contenders: plain decoding last, so that its server is
-there to judge the differences found.
+Every contender has a fresh server with flags that differ in speculation alone, or one that was given.
+Counts come from each answer's `meta_info`, and are checked against the server's own counters on `/metrics`;
+the effective settings are read back from the server. Order of contenders: plain decoding last, so that its
+server is there to judge the differences found.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dflash import layout
 from dflash.engines.engine import sample_seed
 from dflash.engines.http import HttpClient
-from dflash.engines.server import ServerProcess
+from dflash.engines.server import READY_PATH, ServerProcess
 from dflash.errors import ConfigurationError, TemporaryError
 from dflash.evaluation import launch
 from dflash.evaluation.answers import DFLASH, MTP, NONE, Answer, Question
@@ -38,6 +39,7 @@ _SIMULATION = "SGLANG_SIMULATE_ACC_LEN"
 _WARM_UP_ANSWERS = 4
 _WARM_UP_TOKENS = 32
 _TRIES = 2
+_GIVEN_SECONDS = 120.0
 _ASSUMED_LOGIT = 24.0
 """Log-probabilities do not tell how large logits are; the best of a confident model are 16 to 32."""
 
@@ -62,8 +64,8 @@ class Served:
     def __init__(
         self,
         spec: DrafterSpec,
-        export: Path,
-        shape: DraftShape,
+        drafters: Mapping[str, Path],
+        shapes: Mapping[str, DraftShape],
         *,
         hybrid: bool,
         context: int,
@@ -73,24 +75,30 @@ class Served:
         ledger: Ledger,
         on_answer: Callable[[Answer], None],
     ) -> None:
-        """`export`: the drafter's folder; `context`: the target's limit; `name`: the evaluation's hash."""
+        """`drafters`, `shapes`: by contender, DFLASH first; `context`: the target's limit; `name`: a hash."""
         if float(os.environ.get(_SIMULATION) or -1) > 0:
             raise ConfigurationError(
                 f"{_SIMULATION} is set, which makes SGLang report an invented acceptance; unset it"
             )
         self._spec = spec
-        self._shape = shape
+        self._shapes = shapes
         self._store = store
         self._name = name
         self._context = context
         self._questions, self._ledger, self._on_answer = questions, ledger, on_answer
-        self._flags = {
-            DFLASH: launch.sglang_drafter_flags(str(export), shape, hybrid=hybrid),
-            MTP: launch.sglang_mtp_flags(),
-            NONE: [],
-        }
+        self._flags = {MTP: launch.sglang_mtp_flags(), NONE: []}
+        for contender, folder in drafters.items():
+            flags = launch.sglang_drafter_flags(str(folder), shapes[contender], hybrid=hybrid)
+            self._flags[contender] = flags
+        self._given = {server.contender: server.url for server in spec.evaluation.servers}
         baselines = spec.evaluation.baselines
-        self.contenders = [DFLASH, *([MTP] if MTP in baselines else []), NONE]
+        self.contenders = [*drafters, *([MTP] if MTP in baselines else []), NONE]
+
+    def block_size(self, contender: str) -> int:
+        """Tokens that one verification looks at."""
+        if contender in self._shapes:
+            return self._shapes[contender].block_size
+        return launch.MTP_DRAFT_TOKENS if contender == MTP else 1
 
     def run(self) -> ServedRun:
         """Measure every contender at every concurrency; what the ledger has whole is not redone."""
@@ -109,7 +117,7 @@ class Served:
         missing = [setting for setting in settings if setting not in records]
         judging = contender == NONE and evaluation.temperature == 0.0
         if missing or judging:
-            async with _Server(self._server(contender)) as server:
+            async with self._server(contender) as server:
                 await self._check_settings(contender, server, found)
                 if missing:
                     await self._warm_up(server)
@@ -119,7 +127,8 @@ class Served:
                     records[concurrency, repeat] = measured
                 if judging:
                     found.differences = await self._judge(server)
-        found.flags[contender] = self._flags[contender]
+        given = self._given.get(contender)
+        found.flags[contender] = [given] if given else self._flags[contender]
         for concurrency, repeat in settings:
             record = records[concurrency, repeat]
             found.wall_seconds.setdefault((contender, concurrency), []).append(record["wall_seconds"])
@@ -128,7 +137,9 @@ class Served:
     def _record(self, contender: str, concurrency: int, repeat: int) -> str:
         return layout.evaluation(self._name, f"runs/{contender}-{concurrency}-{repeat}.json")
 
-    def _server(self, contender: str) -> ServerProcess:
+    def _server(self, contender: str) -> "_Server":
+        if contender in self._given:
+            return _Server(self._given[contender])
         evaluation = self._spec.evaluation
         target = self._spec.target.model_copy(update={"dtype": evaluation.dtype})
         common = [
@@ -137,9 +148,8 @@ class Served:
             *evaluation.server_args,
         ]
         # Speculation last, so that nothing can switch off what is being measured.
-        return ServerProcess(
-            target, Generation(server_args=[*common, *self._flags[contender]]), self._context
-        )
+        generation = Generation(server_args=[*common, *self._flags[contender]])
+        return _Server(ServerProcess(target, generation, self._context))
 
     async def _check_settings(self, contender: str, server: "_Server", found: ServedRun) -> None:
         """Stop when the server speculates otherwise than it was told to."""
@@ -149,19 +159,22 @@ class Served:
             key: value
             for key, value in info.items()
             if key.startswith("speculative_")
-            or key in ("dtype", "attention_backend", "quantization", "tp_size")
+            or key in ("model_path", "dtype", "attention_backend", "quantization", "tp_size")
         }
-        wanted = {
-            DFLASH: ("DFLASH", self._shape.block_size),
-            MTP: ("EAGLE", launch.MTP_DRAFT_TOKENS),
-            NONE: (None, None),
-        }[contender]
+        drafting = contender in self._shapes
+        wanted = {MTP: "EAGLE", NONE: None}.get(contender, "DFLASH"), self.block_size(contender)
         served = (info.get("speculative_algorithm"), info.get("speculative_num_draft_tokens"))
-        if served[0] != wanted[0] or (contender == DFLASH and served[1] != wanted[1]):
+        if served[0] != wanted[0] or (drafting and served[1] != wanted[1]):
             raise ConfigurationError(
                 f"the SGLang server for {contender} speculates with {served[0]} and {served[1]} draft tokens "
-                f"where {wanted[0]} and {wanted[1]} were asked for; check evaluation.serverArgs and the "
-                "export's config.json"
+                f"where {wanted[0]} and {wanted[1]} were asked for; check evaluation.serverArgs and "
+                "evaluation.servers, and the export's config.json"
+            )
+        if drafting and contender in self._given:
+            found.warnings.append(
+                f"{contender} was measured at {self._given[contender]}, which serves "
+                f"{info.get('speculative_draft_model_path', 'a drafter it does not name')}: see that this is "
+                "the drafter reported on"
             )
 
     async def _warm_up(self, server: "_Server") -> None:
@@ -186,11 +199,11 @@ class Served:
                 if attempt + 1 == _TRIES:
                     raise TemporaryError(
                         f"the SGLang server for {contender} failed {_TRIES} times, {concurrency} in flight "
-                        f"({error}): {server.process.log_tail()}"
+                        f"({error}): {server.log_tail()}"
                     ) from error
                 log.warning("server for %s failed (%s); once more with a fresh one", contender, error)
                 warnings.append(
-                    f"unstable: the server for {contender} crashed once at {concurrency} in flight"
+                    f"unstable: the server for {contender} failed once at {concurrency} in flight"
                 )
                 await server.restart()
         warnings += _cross_check(contender, answers, before, after)
@@ -210,7 +223,14 @@ class Served:
                 raw = await server.generate(self._body(question, self._spec.evaluation.max_tokens))
             return to_answer(raw, question, contender, concurrency, repeat)
 
-        return list(await asyncio.gather(*(ask(question) for question in self._questions)))
+        asking = [asyncio.ensure_future(ask(question)) for question in self._questions]
+        try:
+            return list(await asyncio.gather(*asking))
+        finally:
+            # After a failure nothing of this round may still be asked while the next one is measured.
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
 
     def _body(self, question: Question, max_tokens: int) -> dict[str, Any]:
         room = self._context - len(question.prompt_ids)
@@ -336,10 +356,10 @@ def _cross_check(
 
 
 class _Server:
-    """One server process and its client."""
+    """One server, started here or given by its address, and its client."""
 
-    def __init__(self, process: ServerProcess) -> None:
-        self.process = process
+    def __init__(self, server: ServerProcess | str) -> None:
+        self._server = server
         self._client: HttpClient | None = None
 
     async def __aenter__(self) -> "_Server":
@@ -350,22 +370,47 @@ class _Server:
         await self._stop()
 
     async def _start(self) -> None:
+        if isinstance(self._server, str):
+            self._client = HttpClient(self._server)
+            await self._wait_until_ready(self._server)
+            return
         try:
-            await self.process.start()
+            await self._server.start()
         except BaseException:
-            await asyncio.to_thread(self.process.kill)
+            await asyncio.to_thread(self._server.kill)
             raise
-        self._client = HttpClient(self.process.url)
+        self._client = HttpClient(self._server.url)
+
+    async def _wait_until_ready(self, url: str) -> None:
+        """A server that was given is not ours to start: it has a few minutes to come back."""
+        assert self._client is not None
+        deadline = time.monotonic() + _GIVEN_SECONDS
+        while True:
+            with contextlib.suppress(OSError, TimeoutError):
+                status, _ = await self._client.get(READY_PATH, 10.0)
+                if status == 200:
+                    return
+            if time.monotonic() > deadline:
+                raise TemporaryError(
+                    f"the SGLang server at {url} did not answer for {_GIVEN_SECONDS:.0f} s; start it, or "
+                    "correct evaluation.servers"
+                )
+            await asyncio.sleep(1.0)
 
     async def _stop(self) -> None:
         if self._client is not None:
             self._client.close()
-        await asyncio.to_thread(self.process.kill)
+        if isinstance(self._server, ServerProcess):
+            await asyncio.to_thread(self._server.kill)
 
     async def restart(self) -> None:
-        """A fresh server with the same flags."""
+        """A fresh server with the same flags; one that was given is waited for."""
         await self._stop()
         await self._start()
+
+    def log_tail(self) -> str:
+        """The end of what the server has said, or where to look."""
+        return f"see the log of {self._server}" if isinstance(self._server, str) else self._server.log_tail()
 
     async def get(self, path: str) -> dict[str, Any]:
         """A JSON object that the server tells; empty where it does not."""

@@ -21,10 +21,10 @@ from dflash.evaluation.ledger import Ledger
 from dflash.evaluation.live import StageProgress
 from dflash.evaluation.measuring import Findings, Work, diagnosis_of, in_process, live_figures, through_sglang
 from dflash.evaluation.questions import read_questions
-from dflash.evaluation.report import Report, training_summary, warnings
+from dflash.evaluation.report import Report, losses, training_summary, warnings
 from dflash.model.checkpoint import shape_of_config
 from dflash.model.facts import TargetFacts
-from dflash.model.shape import check_fits
+from dflash.model.shape import DraftShape, check_fits
 from dflash.model.source import model_folder
 from dflash.model.tokenizer import load_tokenizer
 from dflash.resource import Drafter, DrafterSpec
@@ -66,8 +66,10 @@ def _measure(
     spec = resource.spec
     target = spec.target
     facts = TargetFacts.from_folder(model_folder(target.model, target.revision, weights=False))
-    shape = shape_of_config(json.loads((export / "config.json").read_text()))
-    check_fits(shape, facts)
+    drafters = {DFLASH: export}
+    if (rival := spec.evaluation.rival) is not None:
+        drafters[rival.name] = model_folder(rival.model, rival.revision, field="evaluation.rival.model")
+    shapes = {name: _shape(folder, facts) for name, folder in drafters.items()}
     tokenizer = load_tokenizer(target.model, target.revision)
     ledger = Ledger(store, names["evaluation"])
     progress.figures = lambda: live_figures(ledger)
@@ -76,16 +78,27 @@ def _measure(
         spec=spec,
         evaluation=names["evaluation"],
         store=store,
-        export=export,
-        shape=shape,
+        drafters=drafters,
+        shapes=shapes,
         facts=facts,
-        questions=read_questions(spec, Path.cwd(), store, tokenizer, facts.max_positions),
+        questions=read_questions(
+            spec, Path.cwd(), store, tokenizer, facts.max_positions, samples=spec.evaluation.samples
+        ),
         ledger=ledger,
         progress=progress,
     )
     findings = through_sglang(work) if _engine(spec) == "sglang" else in_process(work)
     progress.say("writing the report")
     return _report(resource, work, findings, tokenizer, names)
+
+
+def _shape(folder: Path, facts: TargetFacts) -> DraftShape:
+    path = folder / "config.json"
+    if not path.exists():
+        raise ConfigurationError(f"evaluation: {path} is missing; {folder} is no drafter's folder")
+    shape = shape_of_config(json.loads(path.read_text()), str(path))
+    check_fits(shape, facts)
+    return shape
 
 
 def _engine(spec: DrafterSpec) -> str:
@@ -104,7 +117,7 @@ def _metrics(store: Store, drafter: str) -> list[dict[str, Any]]:
 def _report(
     resource: Drafter, work: Work, findings: Findings, tokenizer: Any, names: dict[str, str]
 ) -> Report:
-    spec, questions, shape = work.spec, work.questions, work.shape
+    spec, questions, shape = work.spec, work.questions, work.shapes[DFLASH]
     training = training_summary(_metrics(work.store, names["drafter"]))
     by_id = {q.sample_id: q for q in questions}
     slices = acceptance.slices(findings.answers, by_id, shape.block_size)
@@ -154,7 +167,7 @@ def _report(
         gate=verdict,
         diagnosis=None if diagnosis is None else diagnosis.model_dump(),
         roofline=None if findings.roofline is None else findings.roofline.model_dump(),
-        warnings=findings.warnings + found,
+        warnings=findings.warnings + found + losses(findings.measurements),
         temperature=spec.evaluation.temperature,
         max_tokens=spec.evaluation.max_tokens,
         questions=len(questions),

@@ -16,17 +16,20 @@ _SAMPLE_BYTES = 4096
 _VOLATILE = ("_name_or_path", "transformers_version", "_model_name_or_path")
 
 
-def model_folder(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+def model_folder(
+    model: str, revision: str | None = None, *, weights: bool = True, field: str = "target.model"
+) -> Path:
     """Folder with the model's files, fetched from the hub where `model` is not a folder.
 
-    Raises ConfigurationError for a model that does not exist, TemporaryError when the hub fails.
+    `field` is where it was declared. Raises ConfigurationError for a model that does not exist,
+    TemporaryError when the hub fails.
     """
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
         raise ConfigurationError(
-            f"target.model: {model} is not a folder; give a hub id or the path of a model folder"
+            f"{field}: {model} is not a folder; give a hub id or the path of a model folder"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
@@ -36,12 +39,12 @@ def model_folder(model: str, revision: str | None = None, *, weights: bool = Tru
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         raise ConfigurationError(
-            f"target.model: {model} at revision {revision or 'main'} is neither a folder nor on the hub; "
+            f"{field}: {model} at revision {revision or 'main'} is neither a folder nor on the hub; "
             "check the name, the revision and HF_TOKEN"
         ) from error
     except OSError as error:  # huggingface_hub's connection errors are OSErrors
         raise TemporaryError(
-            f"target.model: the hub did not deliver {model} ({error}); "
+            f"{field}: the hub did not deliver {model} ({error}); "
             "try again, or give the path of a model folder"
         ) from error
 

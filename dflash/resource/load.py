@@ -83,6 +83,9 @@ def resolve_paths(drafter: Drafter, folder: Path) -> Drafter:
         speculation = generation.speculation.model_copy(update={"draft_model": draft})
         generation = generation.model_copy(update={"speculation": speculation})
     sets = [p.model_copy(update={"uri": _uri(p.uri, folder)}) for p in spec.evaluation.prompts]
+    rival = spec.evaluation.rival
+    if rival is not None:
+        rival = rival.model_copy(update={"model": _model(rival.model, folder)})
     return drafter.model_copy(
         update={
             "spec": spec.model_copy(
@@ -91,7 +94,7 @@ def resolve_paths(drafter: Drafter, folder: Path) -> Drafter:
                     "prompts": spec.prompts.model_copy(update={"uri": _uri(spec.prompts.uri, folder)}),
                     "storage": spec.storage.model_copy(update={"uri": _uri(spec.storage.uri, folder)}),
                     "generation": generation,
-                    "evaluation": spec.evaluation.model_copy(update={"prompts": sets}),
+                    "evaluation": spec.evaluation.model_copy(update={"prompts": sets, "rival": rival}),
                 }
             )
         }

@@ -101,6 +101,6 @@ def test_a_simulated_acceptance_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "4.0")
     with pytest.raises(ConfigurationError, match="invented acceptance; unset it"):
         Served(
-            None, Path(), shape(), hybrid=False, context=10, store=None, name="e", questions=[], ledger=None,
-            on_answer=lambda _: None,
+            None, {"dflash": Path()}, {"dflash": shape()}, hybrid=False, context=10, store=None, name="e",
+            questions=[], ledger=None, on_answer=lambda _: None,
         )  # type: ignore[arg-type]  # fmt: skip
