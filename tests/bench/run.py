@@ -47,10 +47,12 @@ def show_list() -> None:
 
 
 def record(name: str, figures: dict[str, float]) -> None:
-    """Replace the benchmark's rows in RESULTS.md's table."""
+    """Replace the benchmark's rows in RESULTS.md's first table."""
     lines = RESULTS.read_text().splitlines()
     lines = [line for line in lines if not line.startswith(f"| {name} |")]
-    end = max(i for i, line in enumerate(lines) if line.startswith("|")) + 1
+    end = lines.index("|---|---|---|---|---|") + 1
+    while end < len(lines) and lines[end].startswith("|"):
+        end += 1
     date = datetime.date.today().isoformat()
     lines[end:end] = [
         _ROW.format(name=name, figure=figure, value=f"{value:.4g}", date=date, machine=machine())
