@@ -12,6 +12,7 @@ slice of context they can see. All three are built once a step and shared by lay
 """
 
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -160,11 +161,15 @@ def _flex_functions(compiled: bool) -> tuple[Any, Any]:
 
     if not compiled:
         return create_block_mask, flex_attention
+    # Else torch goes on eagerly with one warning, with the whole score matrix: slow, then out of memory.
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     return torch.compile(create_block_mask), torch.compile(flex_attention)
 
 
 def compilations() -> int:
-    """Graphs that torch has compiled in this process: constant once all buckets of lengths were seen."""
+    """Graphs that torch has compiled in this process: constant once the first lengths were seen."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it takes a CPU seconds
+        return 0
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from dflash.channel.interface import ClientStats
 from dflash.channel.verdict import judge, wanted_targets
 from dflash.errors import DflashError
+from dflash.model.mask import compilations
 from dflash.objective.step import StepSums
 from dflash.planning.alerts import Alert, Surroundings
 from dflash.progress import Progress
@@ -173,6 +174,7 @@ class Reporter:
             "progress/share": trainer.step / self._run.steps,
             # Of a sample's supervised tokens, how many a visit trains: anchors are budgeted per sample.
             "train/coverage": self._interval["coverage"] / max(1.0, self._interval["samples"]),
+            "drafter/compilations": float(compilations()),
             "progress/samples": self.counts["samples"],
             "progress/skipped_steps": self.counts["skipped"],
             "progress/steps_without_anchor": self.counts["weightless"],

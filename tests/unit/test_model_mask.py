@@ -12,12 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from dflash.model import mask as mask_module
 from dflash.model.mask import (
     BlockLayout,
     DenseAttention,
     FlexAttention,
     TiledAttention,
+    compilations,
     dense_mask,
     flex_mask,
     pad_to_bucket,
@@ -213,3 +216,28 @@ def test_lengths_fall_into_few_buckets_with_little_padding():
     assert all(n <= pad_to_bucket(n, 1) for n in range(1, 100_000, 7))
     assert all(pad_to_bucket(n, 1) <= 1.13 * n + 128 for n in range(1, 100_000, 7))
     assert pad_to_bucket(3, 16) * 16 % 128 == 0
+
+
+def test_twenty_lengths_are_compiled_a_few_times_and_no_more(monkeypatch):
+    """Traced as on a GPU; only the last step, from graph to kernels, is left out."""
+    traced = torch.compile(create_block_mask, backend="eager")
+    monkeypatch.setattr(mask_module, "_flex_functions", lambda _compiled: (traced, flex_attention))
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    lengths = torch.Generator().manual_seed(0)
+    seen = []
+    for _ in range(20):
+        context = pad_to_bucket(int(torch.randint(200, 3000, (1,), generator=lengths)), 1)
+        blocks = pad_to_bucket(int(torch.randint(10, 200, (1,), generator=lengths)), 8)
+        layout = BlockLayout(
+            context_document=torch.zeros(context, dtype=torch.int64),
+            context_position=torch.arange(context),
+            block_document=torch.zeros(blocks, dtype=torch.int64),
+            block_anchor=torch.arange(blocks) + 1,
+            block_size=8,
+        )
+        for window in (None, 64):
+            flex_mask(layout, window)
+        seen.append(compilations())
+    assert seen[0] < seen[2]  # it does count
+    assert seen[-1] == seen[4]
+    assert seen[-1] - seen[0] <= 6
