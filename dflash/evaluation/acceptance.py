@@ -144,7 +144,7 @@ def histogram(accepted: Iterable[Sequence[int]], block_size: int) -> list[int]:
 def slices(
     answers: Sequence[Answer], questions: dict[str, Question], block_size: int
 ) -> dict[str, dict[str, Slice]]:
-    """Acceptance by prompt set, group, language, thinking, prompt length, and position in the output.
+    """Acceptance by prompt set, group, language, thinking, tools, prompt length and position in the output.
 
     Positions only where the engine tells verifications in order.
     """
@@ -153,6 +153,7 @@ def slices(
         "group": lambda a: questions[a.sample_id].group,
         "language": lambda a: questions[a.sample_id].language,
         "thinking": lambda a: "on" if questions[a.sample_id].thinking else "off",
+        "tools": lambda a: "on" if questions[a.sample_id].tools else "off",
         "prompt_length": lambda a: _bucket(len(questions[a.sample_id].prompt_ids), _PROMPT_LENGTHS),
     }
     found: dict[str, dict[str, Slice]] = {}

@@ -28,6 +28,7 @@ class Question(BaseModel):
     group: str = Field("", description="The prompt's own group, such as its subject or kind.")
     language: str = Field("", description="Writing system of most letters: latin, cjk, cyrillic, ...")
     thinking: bool = Field(False, description="Whether the template was rendered with thinking on.")
+    tools: bool = Field(False, description="Whether the template was rendered with tools to call.")
 
 
 class Answer(BaseModel):

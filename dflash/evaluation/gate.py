@@ -110,7 +110,7 @@ def largest_gap(slices: "Mapping[str, Mapping[str, Slice]]") -> str:
     what is missing then.
     """
     worst, sentence = _GAP, ""
-    for kind in ("thinking", "language", "prompt_set", "group"):
+    for kind in ("thinking", "tools", "language", "prompt_set", "group"):
         parts = {
             value: part.length
             for value, part in slices.get(kind, {}).items()

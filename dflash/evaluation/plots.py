@@ -123,7 +123,15 @@ def _speedups(report: Report) -> bytes | None:
 def _slices(report: Report) -> bytes | None:
     rows = [
         (f"{kind}: {value}", part.length)
-        for kind in ("prompt_set", "group", "language", "thinking", "prompt_length", "output_position")
+        for kind in (
+            "prompt_set",
+            "group",
+            "language",
+            "thinking",
+            "tools",
+            "prompt_length",
+            "output_position",
+        )
         for value, part in report.slices.get(kind, {}).items()
         if len(report.slices[kind]) > 1
     ][:24]

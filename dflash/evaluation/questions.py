@@ -83,4 +83,5 @@ def _render(prompt: Prompt, prompt_set: str, renderer: Renderer) -> Question:
         group=prompt.group or "",
         language=writing_system(asked),
         thinking=renderer.thinking,
+        tools=bool(prompt.tools),
     )

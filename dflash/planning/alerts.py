@@ -30,6 +30,8 @@ _SLOW_STORE_SECONDS = 5.0
 _MISSED = 1.25
 _PATIENCE = 3.0
 """Checkpoints may be this many times later than configured: uploads take time."""
+_LEAST_LATE_SECONDS = 120.0
+"""However often they are due, a checkpoint younger than this is not late."""
 
 
 @dataclass(frozen=True)
@@ -189,12 +191,12 @@ def _drop_rate_up(around: Surroundings) -> Alert | None:
 
 def _checkpoints_late(around: Surroundings) -> Alert | None:
     age, every = around.checkpoint_age_seconds, around.checkpoint_every_seconds
-    if age is None or every is None or age <= _PATIENCE * every:
+    if age is None or every is None or age <= max(_PATIENCE * every, _LEAST_LATE_SECONDS):
         return None
     return Alert(
         "checkpoints-not-committing",
         f"the last checkpoint was committed {age / 60:.0f} minutes ago, but one is due every "
-        f"{every / 60:.0f}; see the log for the store's error, and check the bucket's space and rights",
+        f"{round(every / 60, 2):g}; see the log for the store's error, and check the bucket's space and rights",
     )
 
 

@@ -69,11 +69,12 @@ def test_a_failed_gate_is_a_result_not_an_error(tmp_path: Path, store: Store) ->
 
 
 def test_sampled_answers_are_measured_but_not_compared(tmp_path: Path, store: Store) -> None:
-    _, resource = prepared(tmp_path, store, evaluation={"temperature": 0.8})
+    _, resource = prepared(tmp_path, store, evaluation={"temperature": 0.8, "dtype": "bfloat16"})
     report = evaluate(store, resource)
     assert report.greedy_equal is None
     assert report.differences is None
     assert report.temperature == 0.8
+    assert "the target was trained against in float32 and evaluated in bfloat16" in report.warnings
 
 
 def test_no_export_and_no_prompts_are_told_in_one_sentence(tmp_path: Path, store: Store) -> None:

@@ -28,7 +28,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(server: EmbeddedStore, store: Store, folder: Path, target: Path, **evaluation: Any) -> TrainingRun:
     training = {"checkpoint": {"everySteps": 4, "keep": 1}, "evaluation": {**EVALUATION, **evaluation}}
-    return TrainingRun(server, store, folder, target=target, training=training, held_out=12)
+    return TrainingRun(server, store, folder, target=target, training=training, held_out=12, interval=1e-6)
 
 
 def rows(run: TrainingRun) -> list[dict[str, Any]]:
@@ -50,7 +50,10 @@ def test_checkpoints_are_measured_beside_training_and_the_best_is_exported(
     s3_server: EmbeddedStore, store: Store, tmp_path: Path, target: Path
 ) -> None:
     with start(s3_server, store, tmp_path / "run", target) as run:
-        run.complete()
+        serving = run.target(slow=0.5)
+        (drafter,) = run.drafters()
+        assert drafter.wait(120) == 0
+        assert serving.wait() == 0
         found = [row for row in rows(run) if "eval/acceptance_length" in row]
         assert found[-1]["global_step"] == 12
         assert all(1.0 <= row["eval/acceptance_length"] <= 4.0 for row in found)
@@ -64,6 +67,10 @@ def test_checkpoints_are_measured_beside_training_and_the_best_is_exported(
         assert heartbeat is not None
         assert heartbeat["figures"]["measured_step"] == 12.0
         assert heartbeat["figures"]["best_step"] == best["global_step"]
+        # This target is slow on purpose: that is said once, and stays in sight.
+        said = [row["event"] for row in rows(run) if "drafters wait" in str(row.get("event"))]
+        assert len(said) == 1
+        assert any("drafters wait" in alert for alert in heartbeat["alerts"])
         answers = store.get_json(layout.measured(run.run, "answers.json"))
         assert 1 <= len(answers) <= 6
 

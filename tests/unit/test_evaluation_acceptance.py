@@ -135,15 +135,16 @@ def question(sample: str, length: int, **kwargs: object) -> Question:
     return Question(sample_id=sample, prompt_ids=[1] * length, **kwargs)
 
 
-def test_slices_tell_languages_thinking_lengths_and_positions_apart() -> None:
+def test_slices_tell_languages_thinking_tools_lengths_and_positions_apart() -> None:
     questions = {
         "a": question("a", 10, language="latin", thinking=False, group="code"),
-        "b": question("b", 300, language="cjk", thinking=True, group="code"),
+        "b": question("b", 300, language="cjk", thinking=True, tools=True, group="code"),
     }
     answers = [answer("a", [6] * 20), answer("b", [3] * 20)]
     found = acceptance.slices(answers, questions, block_size=8)
     assert {k: v.length.pooled for k, v in found["language"].items()} == {"cjk": 3.0, "latin": 6.0}
     assert {k: v.length.pooled for k, v in found["thinking"].items()} == {"off": 6.0, "on": 3.0}
+    assert {k: v.length.pooled for k, v in found["tools"].items()} == {"off": 6.0, "on": 3.0}
     assert list(found["prompt_length"]) == ["0-255", "256-1023"]
     assert found["group"]["code"].length.verifications == 40
     # Positions: the first 64 tokens of an answer, then the rest.
