@@ -45,6 +45,7 @@ _DISK_FULL_PATIENCE_SECONDS = 20.0
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 20.0
 _READ_TIMEOUT_SECONDS = 60.0
+_LEAST_READ_TIMEOUT_SECONDS = 10.0
 _QUIET_SECONDS = 5.0
 _PART_BYTES = 32 << 20
 _PART_THREADS = 4
@@ -104,7 +105,9 @@ class Store:
 
         Credentials default to the usual AWS variables and files. `patience` is in seconds.
         """
-        return cls(location, credentials, patience, _client(location, credentials, _READ_TIMEOUT_SECONDS))
+        # Whoever is impatient is not to wait a minute for a server that has accepted and says nothing.
+        read_timeout = min(_READ_TIMEOUT_SECONDS, max(patience, _LEAST_READ_TIMEOUT_SECONDS))
+        return cls(location, credentials, patience, _client(location, credentials, read_timeout))
 
     def under(self, folder: str) -> "Store":
         """The same store, one folder deeper."""

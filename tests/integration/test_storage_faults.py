@@ -368,6 +368,21 @@ def test_a_server_that_accepts_and_says_nothing_is_told_within_the_check_deadlin
         assert time.monotonic() - started < 5
 
 
+def test_the_impatient_do_not_wait_a_minute_for_a_server_that_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_module, "_LEAST_READ_TIMEOUT_SECONDS", 1.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(16)
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        place = location_of(Storage(uri="s3://bucket/x", endpoint=endpoint), {})
+        started = time.monotonic()
+        with pytest.raises(TemporaryError):
+            Store.open(place, Credentials("a", "b"), patience=1.0).get("x")
+        assert time.monotonic() - started < 10.0
+
+
 def test_a_server_that_lacks_something_is_told_at_once(proxy: FaultyProxy, through: Store) -> None:
     proxy.fault = lambda exchange, forward: s3_error(501, "NotImplemented", "A header you provided")
     with pytest.raises(ConfigurationError, match=r"NotImplemented.*A header you provided"):
