@@ -31,6 +31,12 @@ BUILDS = {
     "etcd-helm": {"etcd": "go.etcd.io/etcd/server/v3", "helm": "helm.sh/helm/v3/cmd/helm"},
     "coredns": {"coredns": "github.com/coredns/coredns"},
 }
+# Flux, for the GitOps loop of the soak tests: the newest that Go 1.26 builds.
+FLUX_MODULES = Path(__file__).parent / "flux"
+FLUX_BUILDS = {
+    "source": {"source-controller": "github.com/fluxcd/source-controller"},
+    "kustomize": {"kustomize-controller": "github.com/fluxcd/kustomize-controller"},
+}
 # What the programs' own build scripts put in; without it Helm takes the cluster for version 1.20.
 _STAMPS = " ".join(
     [
@@ -78,44 +84,63 @@ def require_machine() -> None:
         )
 
 
-def cache() -> Path:
+def cache(modules: Path = MODULES) -> Path:
     """Where built programs are kept: one folder for each state of the Go modules."""
     digest = hashlib.sha256(_STAMPS.encode())
-    for path in sorted(MODULES.glob("*/*")):
-        digest.update(path.relative_to(MODULES).as_posix().encode() + path.read_bytes())
+    for path in sorted(modules.glob("*/*")):
+        digest.update(path.relative_to(modules).as_posix().encode() + path.read_bytes())
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "dflash" / "cluster" / digest.hexdigest()[:16]
 
 
 def built() -> Path:
     """Folder of the built programs, building those that are missing (ten minutes on two cores)."""
+    return _all_built(MODULES, BUILDS)
+
+
+def flux() -> tuple[Path, list[Path]]:
+    """Folder of Flux's controllers, and the files with their definitions; builds what is missing."""
+    folder = _all_built(FLUX_MODULES, FLUX_BUILDS)
+    definitions: list[Path] = []
+    for module, programs in FLUX_BUILDS.items():
+        for package in programs.values():
+            list_folder = ["go", "list", "-mod=mod", "-m", "-f", "{{.Dir}}", package]
+            done = subprocess.run(
+                list_folder, cwd=FLUX_MODULES / module, capture_output=True, text=True, check=True
+            )
+            definitions += sorted(Path(done.stdout.strip(), "config", "crd", "bases").glob("*.yaml"))
+    return folder, definitions
+
+
+def _all_built(modules: Path, builds: dict[str, dict[str, str]]) -> Path:
     require_machine()
-    folder = cache() / "bin"
+    home = cache(modules)
+    folder = home / "bin"
     folder.mkdir(parents=True, exist_ok=True)
-    with (cache() / "lock").open("w") as lock:
+    with (home / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for module, programs in BUILDS.items():
+        for module, programs in builds.items():
             for name, package in programs.items():
                 if not (folder / name).exists():
-                    _build(module, package, folder / name)
+                    _build(modules / module, package, folder / name)
     return folder
 
 
-def _build(module: str, package: str, program: Path) -> None:
+def _build(module: Path, package: str, program: Path) -> None:
     log.info("building %s (once; the result is kept in %s)", program.name, program.parent)
     partial = program.with_suffix(".partial")
     command = ["go", "build", "-trimpath", "-buildvcs=false", "-ldflags", f"-s -w {_STAMPS}"]
     environment = os.environ | {"CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOFLAGS": ""}
     done = subprocess.run(
         ["nice", "-n", "19", *command, "-o", str(partial), package],
-        cwd=MODULES / module,
+        cwd=module,
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
-        raise CannotRun(f"building {program.name} in {MODULES / module} failed:\n{done.stderr[-3000:]}")
+        raise CannotRun(f"building {program.name} in {module} failed:\n{done.stderr[-3000:]}")
     partial.rename(program)
 
 

@@ -92,9 +92,25 @@ def installed(cluster: Cluster, files: Path) -> Iterator[Release]:
     cluster.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
+@pytest.fixture(scope="session")
+def shared_release(cluster: Cluster, files: Path) -> Iterator[Release]:
+    """A release for all modules that leave it as it is, since installing takes a while."""
+    if not cluster.throwaway:
+        pytest.skip("its pods mount this machine's Python: unset DFLASH_TEST_KUBECONFIG")
+    with installed(cluster, files) as release:
+        yield release
+
+
+@pytest.fixture(scope="module")
+def release(shared_release: Release) -> Iterator[Release]:
+    """That release; what a module has declared is removed after it."""
+    yield shared_release
+    shared_release.kubectl("delete", "drafters", "--all", "--timeout=90s")
+
+
 @pytest.fixture(scope="module")
 def module_release(cluster: Cluster, files: Path) -> Iterator[Release]:
-    """A release shared by the tests of a module, since installing takes a while."""
+    """A release of its own for a module that upgrades it, rolls it back and removes it."""
     if not cluster.throwaway:
         pytest.skip("its pods mount this machine's Python: unset DFLASH_TEST_KUBECONFIG")
     with installed(cluster, files) as release:

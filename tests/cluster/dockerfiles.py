@@ -60,7 +60,7 @@ def build(name: str, archive: Path) -> int:
         if Path(path).exists()
     ]
     _buildah(
-        "bud", "--isolation", "chroot", "--network", "host", "--pull-never", *mounts,
+        "bud", "--layers", "--isolation", "chroot", "--network", "host", "--pull-never", *mounts,
         "-f", f"images/{name}/Dockerfile", "-t", tag, ".",
     )  # fmt: skip
     archive.unlink(missing_ok=True)

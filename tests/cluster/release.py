@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from kubernetes import client, config
 
+from dflash.resource.storage import Storage
+from dflash.storage.location import location_of
+from dflash.storage.store import Credentials, Store
+from operators.kube import Kube
 from tests.cluster import images
 from tests.cluster.cluster import Cluster
 
@@ -87,6 +92,25 @@ class Release:
     def apply(self, item: Object) -> None:
         """`kubectl apply -f -`."""
         self.kubectl("apply", "-f", "-", stdin=json.dumps(item))
+
+    def api(self) -> Kube:
+        """The API as administrator, without a process for each request."""
+        settings = client.Configuration()
+        config.load_kube_config(str(self.cluster.kubeconfig), client_configuration=settings)
+        return Kube(client.ApiClient(settings))
+
+    def edit(self, drafter: str, **spec: Any) -> int:
+        """Change fields of a spec; returns the new generation."""
+        body = {"spec": spec}
+        self.kubectl("patch", "drafter", drafter, "--type=merge", "-p", json.dumps(body))
+        return int(self.get("drafter", drafter)["metadata"]["generation"])
+
+    def store(self, prefix: str) -> Store:
+        """A place in the embedded S3 server's bucket, from this machine."""
+        (pod,) = self.objects("pods", "app.kubernetes.io/component=s3")
+        endpoint = f"http://{pod['status']['podIP']}:8333"
+        place = Storage(uri=f"s3://dflash/{prefix}", endpoint=endpoint)
+        return Store.open(location_of(place), Credentials("dflash", "for-trying-out-only"), patience=20.0)
 
     def get(self, kind: str, name: str) -> Object:
         """One object."""

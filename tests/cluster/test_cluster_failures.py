@@ -22,9 +22,19 @@ def main(**fields: object) -> Object:
     return {"containers": [{"name": "main", **fields}]}
 
 
+def _read_only_key(release: Release) -> None:
+    """A key of the store that may read and not write, in a Secret."""
+    add = "s3.configure -user reader -access_key reader -secret_key reader-secret -actions Read,List -apply"
+    (pod,) = release.objects("pods", "app.kubernetes.io/component=s3")
+    shell = f"echo '{add}' | {pod['spec']['containers'][0]['command'][0]} shell"
+    release.kubectl("exec", pod["metadata"]["name"], "--", "/bin/sh", "-c", shell)
+    keys = {"AWS_ACCESS_KEY_ID": "reader", "AWS_SECRET_ACCESS_KEY": "reader-secret"}
+    literals = [f"--from-literal={name}={value}" for name, value in keys.items()]
+    release.kubectl("create", "secret", "generic", "read-only", *literals)
+
+
 @pytest.fixture(scope="module")
-def troubled(module_release: Release) -> Release:
-    release = module_release
+def troubled(release: Release) -> Release:
     for drafter in (
         generating("unschedulable", {"nodeSelector": {"no": "such-node"}}),
         generating("no-image", main(image="localhost/no-such-image:1"), training=LIMITS),
@@ -76,19 +86,28 @@ def test_a_secret_that_is_not_there_is_named(troubled: Release) -> None:
 
 
 def test_wrong_credentials_and_a_missing_target_are_never_tried_again(troubled: Release) -> None:
-    for name in ("wrong-key", "no-target"):
+    for name, words in (("wrong-key", "AWS_ACCESS_KEY_ID"), ("no-target", "no-such-folder")):
         condition = troubled.wait_condition(name, "Stalled", "True", 150, "ConfigurationError")
         assert condition["message"].count("ConfigurationError") == 1
         failure = troubled.status(name)["lastFailure"]
         assert failure["exitCode"] == 78
-        assert len(failure["message"]) > 20, failure
+        assert words in failure["message"], failure
         assert len(troubled.pods(name, alive=False)) <= 1, "nothing was tried twice"
         assert troubled.status(name)["phase"] == "Stalled"
+
+
+def test_a_store_that_may_not_be_written_is_never_tried_again(release: Release) -> None:
+    _read_only_key(release)
+    release.apply(generating("read-only", storage={"uri": "s3://dflash/only", "secretRef": "read-only"}))
+    condition = release.wait_condition("read-only", "Stalled", "True", 150, "ConfigurationError")
+    assert "AccessDenied" in condition["message"]
+    assert release.status("read-only")["lastFailure"]["exitCode"] == 78
 
 
 def test_prompts_that_are_not_there_make_the_spec_invalid(troubled: Release) -> None:
     condition = troubled.wait_condition("no-prompts", "Accepted", "False", 60, "Invalid")
     assert "no-such-file.jsonl" in condition["message"]
+    assert troubled.condition("no-prompts", "Stalled")["status"] == "True"
     assert troubled.status("no-prompts")["observedGeneration"] == 1
     assert troubled.jobs("no-prompts") == {}
 

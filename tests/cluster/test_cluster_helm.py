@@ -24,7 +24,8 @@ ROLES = Resource("rbac.authorization.k8s.io/v1", "roles")
 def sleeping(name: str) -> dict[str, Any]:
     """A Drafter whose generation only sleeps: something that runs, at no cost."""
     sleep = {"name": "main", "command": ["/bin/sh", "-c", "sleep 600", "--"]}
-    return small_drafter(name, pods={"generate": {"spec": {"containers": [sleep]}}})
+    spec = {"containers": [sleep], "terminationGracePeriodSeconds": 2}
+    return small_drafter(name, pods={"generate": {"spec": spec}})
 
 
 def as_service_account(release: Release, name: str) -> Kube:
@@ -52,7 +53,7 @@ def test_the_operator_may_do_its_work_and_nothing_else(module_release: Release) 
         lambda: me.create(kube.PODS, ns, pod),
         lambda: me.delete(kube.PODS, ns, "x"),
         lambda: me.create(kube.DRAFTERS, ns, sleeping("y")),
-        lambda: me.patch(kube.DRAFTERS, ns, "rights", {"spec": {"suspend": True}}),
+        lambda: me.replace(kube.DRAFTERS, ns, sleeping("rights")),
         lambda: me.delete(kube.DRAFTERS, ns, "rights"),
         lambda: me.list(kube.JOBS, "default"),
         lambda: me.list(kube.DRAFTERS, ""),
@@ -60,6 +61,8 @@ def test_the_operator_may_do_its_work_and_nothing_else(module_release: Release) 
         lambda: me.create(ROLES, ns, {"metadata": {"name": "x"}, "rules": []}),
         lambda: me.apply(kube.DEFINITIONS, "", {"metadata": {"name": "drafters.dflash.dev"}}),
         lambda: me.delete(kube.LEASES, ns, "dflash-operator"),
+        lambda: me.list(kube.NETWORK_POLICIES, ns),
+        lambda: me.delete(kube.NETWORK_POLICIES, ns, "dflash-jobs"),
     ]
     for number, attempt in enumerate(forbidden):
         with pytest.raises(ApiError) as refused:
@@ -152,13 +155,45 @@ def test_uninstall_with_a_running_drafter_keeps_it_and_a_second_install_goes_on(
         release.apply(sleeping("kept"))
         release.wait("a running pod", lambda: release.pods("kept", "generate"), 60, "kept")
         before = release.jobs("kept")
-        release.helm("uninstall", release.name, "--wait", "--timeout=60s")
+        release.helm("uninstall", release.name, "--wait", "--timeout=120s")
         assert release.get("drafter", "kept")["spec"]
         assert release.jobs("kept") == before
         release.kubectl("patch", "drafter", "kept", "--type=merge", "-p", '{"spec":{"suspend":true}}')
         release.install()
         release.wait_condition("kept", "Suspended", "True", 60, "Suspended")
         release.wait("no pods", lambda: not release.pods("kept"), 60, "kept")
+
+
+def test_an_operator_with_a_wrong_key_says_so_and_goes_on_once_it_is_right(
+    module_release: Release,
+) -> None:
+    release = module_release
+    wrong = [{"name": "AWS_SECRET_ACCESS_KEY", "value": "wrong"}]
+    release.upgrade(values={"operator": {"env": wrong}})
+    release.apply(sleeping("keyless"))
+    condition = release.wait_condition("keyless", "Accepted", "False", 60, "Invalid")
+    assert "AWS_SECRET_ACCESS_KEY" in condition["message"]
+    assert release.condition("keyless", "Ready")["status"] == "False"
+    assert release.condition("keyless", "Stalled")["status"] == "True"
+    assert release.jobs("keyless") == {}
+    release.upgrade()
+    release.wait("its pod", lambda: release.pods("keyless"), 60, "keyless")
+    assert release.condition("keyless", "Accepted")["status"] == "True"
+    release.kubectl("delete", "drafter", "keyless", "--timeout=60s")
+
+
+def test_uninstall_deletes_drafters_whose_data_is_to_go_while_there_is_an_operator(
+    cluster: Cluster, files: Path
+) -> None:
+    with installed(cluster, files) as release:
+        goes = sleeping("goes")["spec"]
+        goes["storage"]["deletionPolicy"] = "Delete"
+        release.upgrade(values={"drafters": {"goes": goes}})
+        release.wait("a running pod", lambda: release.pods("goes", "generate"), 60, "goes")
+        release.helm("uninstall", release.name, "--wait", "--timeout=120s")
+        assert release.objects("drafters") == []
+        assert release.objects("jobs") == []
+        release.install()
 
 
 def test_two_releases_in_two_namespaces_do_not_see_each_other(

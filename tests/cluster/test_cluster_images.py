@@ -1,43 +1,94 @@
-"""The images that users get, built from their Dockerfiles and run on the cluster. Long: `make soak`."""
+"""The images that users get, built from their Dockerfiles and run on the cluster.
 
+The operator's is built whenever the cluster's tests run, the 6 GB one with torch in `make soak` only.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.cluster import dockerfiles
 from tests.cluster.cluster import Cluster
-from tests.cluster.conftest import small_drafter
-from tests.cluster.release import Release
+from tests.cluster.conftest import Object, small_drafter
+from tests.cluster.release import FILES, Release
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
+PLAIN: Object = {"command": ["python"], "volumes": [], "volumeMounts": []}
+"""Nothing of this machine is mounted."""
 
 
-def test_the_operators_image_is_small_has_no_torch_and_looks_after_drafters(
-    cluster: Cluster, files: Path, tmp_path: Path
-) -> None:
+def _imported(cluster: Cluster, name: str, folder: Path) -> str:
+    """Build an image, make it known to the node; its name."""
+    if not cluster.throwaway:
+        pytest.skip("images are imported into the throwaway cluster: unset DFLASH_TEST_KUBECONFIG")
     dockerfiles.install()
     dockerfiles.base()
-    size = dockerfiles.build("operator", tmp_path / "operator.tar")
-    print(f"operator image: {size / 2**20:.0f} MiB unpacked, base included")
-    assert size < 700 * 2**20
-    cluster.import_image(tmp_path / "operator.tar")
-    cluster.kubectl("create", "namespace", "built")
-    release = Release(cluster, "built", files)
-    image = "localhost/dflash-operator:built"
-    nothing: dict[str, object] = {"command": ["python"], "volumes": [], "volumeMounts": []}
-    release.install(values={"images": {"operator": image}, "operator": nothing})
+    archive = folder / f"{name}.tar"
+    size = dockerfiles.build(name, archive)
+    print(f"{name} image: {size / 2**20:.0f} MiB unpacked, base included")
+    cluster.import_image(archive)
+    archive.unlink()
+    return f"localhost/dflash-{name}:built"
+
+
+@contextmanager
+def _release(cluster: Cluster, files: Path, namespace: str, values: Object) -> Iterator[Release]:
+    cluster.kubectl("create", "namespace", namespace)
+    release = Release(cluster, namespace, files)
+    release.install(values=values)
     try:
-        told = release.helm("test", release.name, "--logs", "--timeout=90s")
-        assert "creates once, compares and swaps" in told
-        (pod,) = release.objects("pods", "app.kubernetes.io/component=operator")
-        name = pod["metadata"]["name"]
-        assert "65532" in release.kubectl("exec", name, "--", "python", "-c", "import os; print(os.getuid())")
-        for absent in ("torch", "transformers"):
-            probe = f"import importlib.util; print(importlib.util.find_spec('{absent}'))"
-            assert "None" in release.kubectl("exec", name, "--", "python", "-c", probe)
-        release.apply(small_drafter("built", prompts={"uri": "/no/such/file.jsonl"}))
-        release.wait_condition("built", "Accepted", "False", 60, "Invalid")
+        yield release
     finally:
         release.kubectl("delete", "drafters", "--all", "--timeout=60s", check=False)
         release.helm("uninstall", release.name, "--wait")
-        cluster.kubectl("delete", "namespace", "built", "--wait=false")
+        cluster.kubectl("delete", "namespace", namespace, "--wait=false")
+
+
+@pytest.mark.timeout(1800)
+def test_the_operators_image_is_small_has_no_torch_and_looks_after_drafters(
+    cluster: Cluster, files: Path, tmp_path: Path
+) -> None:
+    image = _imported(cluster, "operator", tmp_path)
+    values: Object = {"images": {"operator": image}, "operator": PLAIN}
+    with _release(cluster, files, "built-operator", values) as release:
+        told = release.helm("test", release.name, "--logs", "--timeout=90s")
+        assert "creates once, compares and swaps" in told
+        (pod,) = release.objects("pods", "app.kubernetes.io/component=operator")
+        assert pod["spec"]["containers"][0]["image"] == image
+        inside = (
+            "import importlib.util as u, os; print(os.getuid(), u.find_spec('torch'), "
+            "u.find_spec('transformers'), os.access('/opt', os.W_OK))"
+        )
+        told = release.kubectl("exec", pod["metadata"]["name"], "--", "python", "-c", inside)
+        assert told.split() == ["65532", "None", "None", "False"]
+        sleep = {"name": "main", "command": ["/bin/sh", "-c", "sleep 600", "--"]}
+        spec = {"containers": [sleep], "terminationGracePeriodSeconds": 2}
+        release.apply(small_drafter("built", prompts={"uri": "/no/such/file.jsonl"}))
+        release.wait_condition("built", "Accepted", "False", 60, "Invalid")
+        # The demo's prompts are in the image; the operator reads them to name the dataset.
+        demo: Object = {"uri": "/opt/demo/prompts.jsonl"}
+        target: Object = {"model": "a/b", "dtype": "float32"}
+        release.apply(small_drafter("built", target=target, prompts=demo, pods={"generate": {"spec": spec}}))
+        release.wait("a pod", lambda: release.pods("built", "generate"), 60, "built")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(5400)
+def test_the_train_image_makes_a_drafter_on_cpus(cluster: Cluster, files: Path, tmp_path: Path) -> None:
+    images = {name: _imported(cluster, name, tmp_path) for name in ("operator", "train")}
+    images["serve"] = images["train"]  # generation and evaluation by transformers
+    volumes = [{"name": "files", "hostPath": {"path": str(files), "type": "Directory"}}]
+    mounted = {
+        "command": ["python"],
+        "volumes": volumes,
+        "volumeMounts": [{"name": "files", "mountPath": FILES, "readOnly": True}],
+    }
+    with _release(
+        cluster, files, "built-train", {"images": images, "operator": mounted, "jobs": mounted}
+    ) as release:
+        # Nothing of the machine's own environment is mounted but the target and the prompts.
+        release.apply(small_drafter("built", training={"targets": 1, "drafters": 2}))
+        release.wait_condition("built", "Ready", "True", 900)
+        (pod,) = release.pods("built", "evaluate", alive=False)
+        assert pod["spec"]["containers"][0]["image"] == images["train"]

@@ -4,10 +4,13 @@ The Drafter's only pod sleeps: nothing here depends on how fast this machine com
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
 
+from operators.kube import DRAFTERS
 from tests.cluster.conftest import small_drafter
 from tests.cluster.release import Release
 
@@ -15,22 +18,33 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def sleeper(module_release: Release) -> Release:
+def sleeper(release: Release) -> Release:
     sleep = {"name": "main", "command": ["/bin/sh", "-c", "sleep 900", "--"]}
-    module_release.apply(small_drafter("sleeper", pods={"generate": {"spec": {"containers": [sleep]}}}))
-    module_release.wait("its pod", lambda: _running(module_release), 60, "sleeper")
-    return module_release
+    pod = {"spec": {"containers": [sleep], "terminationGracePeriodSeconds": 3}}
+    release.apply(small_drafter("sleeper", pods={"generate": pod}))
+    release.wait("its pod", lambda: _running(release), 60, "sleeper")
+    return release
 
 
 def _running(release: Release) -> list[str]:
     return [p["metadata"]["uid"] for p in release.pods("sleeper") if p["status"]["phase"] == "Running"]
 
 
+def _store_process(release: Release) -> psutil.Process:
+    """The S3 server in the release's pod, as a process of this machine."""
+    (pod,) = release.objects("pods", "app.kubernetes.io/component=s3")
+    (found,) = (
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if "-ip.bind=0.0.0.0" in (p.info["cmdline"] or [])
+        and pod["metadata"]["uid"] in Path(f"/proc/{p.pid}/cgroup").read_text()
+    )
+    return found
+
+
 def _acted_on(release: Release, samples: int) -> None:
     """An edit is observed: the operator is at work."""
-    patch = f'{{"spec":{{"evaluation":{{"samples":{samples}}}}}}}'
-    release.kubectl("patch", "drafter", "sleeper", "--type=merge", "-p", patch)
-    generation = release.get("drafter", "sleeper")["metadata"]["generation"]
+    generation = release.edit("sleeper", evaluation={"samples": samples})
     release.wait(
         "the edit to be observed",
         lambda: release.status("sleeper").get("observedGeneration") == generation,
@@ -53,11 +67,7 @@ def test_the_api_server_may_be_away(sleeper: Release) -> None:
 
 def test_the_store_may_be_away(sleeper: Release) -> None:
     jobs = sleeper.jobs("sleeper")
-    (server,) = (
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if {"server", "-ip.bind=0.0.0.0"} <= set(p.info["cmdline"] or [])
-    )
+    server = _store_process(sleeper)
     server.suspend()
     try:
         condition = sleeper.wait_condition("sleeper", "Reconciling", "True", 120, "StoreUnreachable")
@@ -85,6 +95,33 @@ def test_the_lease_and_a_service_may_be_deleted(sleeper: Release) -> None:
     sleeper.wait("its Service again", lambda: name in sleeper.kubectl("get", "services", "-o", "name"), 60)
     _acted_on(sleeper, 12)
     assert sleeper.jobs("sleeper") == jobs
+
+
+def test_a_person_may_stop_and_go_on_while_the_operator_writes(sleeper: Release) -> None:
+    api = sleeper.api()
+
+    def toggle(number: int) -> None:
+        api.patch(DRAFTERS, sleeper.namespace, "sleeper", {"spec": {"suspend": number % 2 == 0}})
+
+    with ThreadPoolExecutor(8) as people:
+        list(people.map(toggle, range(100)))  # none is refused
+    generation = sleeper.edit("sleeper", suspend=True)
+    condition = sleeper.wait_condition("sleeper", "Suspended", "True", 60, "Suspended")
+    assert condition["observedGeneration"] == generation
+    sleeper.wait("no pods", lambda: not sleeper.pods("sleeper", alive=False), 60, "sleeper")
+    sleeper.edit("sleeper", suspend=False)
+    sleeper.wait("its pod", lambda: _running(sleeper), 60, "sleeper")
+    status = sleeper.status("sleeper")
+    assert (status["restarts"], status["disruptions"]) == (0, 0)
+
+
+def test_a_pod_has_shared_memory_as_declared_and_no_token(sleeper: Release) -> None:
+    (pod,) = sleeper.pods("sleeper")
+    inside = "df -k /dev/shm; ls /var/run/secrets/kubernetes.io 2>&1; id -u"
+    told = sleeper.kubectl("exec", pod["metadata"]["name"], "--", "/bin/sh", "-c", inside)
+    assert str(256 * 1024) in told, told
+    assert "No such file" in told
+    assert told.split()[-1] == "1000"
 
 
 def test_a_deleted_job_is_made_again_and_an_evicted_pod_is_replaced(sleeper: Release) -> None:
