@@ -196,7 +196,7 @@ def _checkpoints_late(around: Surroundings) -> Alert | None:
     return Alert(
         "checkpoints-not-committing",
         f"the last checkpoint was committed {age / 60:.0f} minutes ago, but one is due every "
-        f"{round(every / 60, 2):g}; see the log for the store's error, and check the bucket's space and rights",
+        f"{round(every / 60, 2):g}; see the store's error in the log, and the bucket's space and rights",
     )
 
 
