@@ -84,7 +84,7 @@ def test_a_run_ends_with_an_export_its_metrics_and_a_done_heartbeat(
         "drafter/tokens_per_second",
         "channel/depth",
     } <= last.keys()
-    assert len(run.checkpoints()) == 3
+    assert run.checkpoints()[-1] == "step-00000012-a0"  # others only where the upload before was done
 
 
 @pytest.mark.parametrize(("targets", "drafters"), [(2, 1), (1, 2), (2, 3)])
