@@ -148,8 +148,11 @@ class Release:
 
     def events(self, drafter: str) -> list[str]:
         """Reasons of a Drafter's events, oldest first."""
-        found = json.loads(self.kubectl("get", "events", "--sort-by=.firstTimestamp", "-o", "json"))["items"]
-        return [e["reason"] for e in found if e["involvedObject"].get("name") == drafter]
+        found = json.loads(self.kubectl("get", "events", "-o", "json"))["items"]
+        mine = [e for e in found if e["involvedObject"].get("name") == drafter]
+        # Times are in whole seconds; the operator's names of events end with microseconds.
+        mine.sort(key=lambda e: (e["firstTimestamp"] or "", e["metadata"]["name"]))
+        return [e["reason"] for e in mine]
 
     def wait(self, what: str, ready: Callable[[], Any], seconds: float, drafter: str = "") -> Any:
         """Ask every half second until there is an answer that is true; the failure shows the state."""
