@@ -242,6 +242,17 @@ class Cluster:
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
         self.kubectl("apply", "-f", "-", stdin=text)
 
+    def establish_crds(self, folder: Path) -> None:
+        """Apply the CRDs of a folder and wait until they are served."""
+        self.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(folder))
+        # `kubectl wait` fails on a CRD that has no conditions yet, so the state is read instead.
+        state = "jsonpath={.items[*].status.conditions[?(@.type=='Established')].status}"
+        deadline = time.monotonic() + 30
+        while set(self.kubectl("get", "crd", "-o", state).split()) != {"True"}:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the CRDs in {folder} were not established within 30 s")
+            time.sleep(0.2)
+
     def ctr(self, *arguments: str, check: bool = True) -> int:
         """Run containerd's client in the kubelet's namespace; returns its exit code."""
         command = ["ctr", "-a", str(ROOT / "containerd" / "containerd.sock"), "-n", "k8s.io", *arguments]

@@ -57,8 +57,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def namespace(cluster: Cluster) -> Iterator[str]:
     """A namespace in a cluster that has the CRD, for what needs no pods."""
-    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(CHART / "crds"))
-    cluster.kubectl("wait", "--for=condition=Established", "crd/drafters.dflash.dev", "--timeout=30s")
+    cluster.establish_crds(CHART / "crds")
     name = f"test-{secrets.token_hex(4)}"
     cluster.kubectl("create", "namespace", name)
     yield name

@@ -31,8 +31,7 @@ ROLES = ("generate", "target", "drafter", "evaluate")
 def control_plane() -> Iterator[Kube]:
     """API server, etcd, controllers, no node; the CRD and a namespace are there."""
     with Cluster(control_plane_only=True) as cluster:
-        cluster.kubectl("apply", "--server-side", "-f", str(REPOSITORY / "charts" / "crds"))
-        cluster.kubectl("wait", "--for=condition=Established", "crd/drafters.dflash.dev", "--timeout=30s")
+        cluster.establish_crds(REPOSITORY / "charts" / "crds")
         cluster.kubectl("create", "namespace", NAMESPACE)
         os.environ["KUBECONFIG"] = str(cluster.kubeconfig)
         try:
