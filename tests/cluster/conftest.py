@@ -81,6 +81,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def installed(cluster: Cluster, files: Path) -> Iterator[Release]:
     """The chart in a namespace of its own, with an S3 server of its own."""
+    if not cluster.throwaway:
+        pytest.skip("its pods mount this machine's Python: unset DFLASH_TEST_KUBECONFIG")
     namespace = f"test-{secrets.token_hex(4)}"
     cluster.kubectl("create", "namespace", namespace)
     release = Release(cluster, namespace, files)
@@ -94,8 +96,6 @@ def installed(cluster: Cluster, files: Path) -> Iterator[Release]:
 @pytest.fixture(scope="session")
 def shared_release(cluster: Cluster, files: Path) -> Iterator[Release]:
     """A release for all modules that leave it as it is, since installing takes a while."""
-    if not cluster.throwaway:
-        pytest.skip("its pods mount this machine's Python: unset DFLASH_TEST_KUBECONFIG")
     with installed(cluster, files) as release:
         yield release
 
@@ -110,8 +110,6 @@ def release(shared_release: Release) -> Iterator[Release]:
 @pytest.fixture(scope="module")
 def module_release(cluster: Cluster, files: Path) -> Iterator[Release]:
     """A release of its own for a module that upgrades it, rolls it back and removes it."""
-    if not cluster.throwaway:
-        pytest.skip("its pods mount this machine's Python: unset DFLASH_TEST_KUBECONFIG")
     with installed(cluster, files) as release:
         yield release
 
