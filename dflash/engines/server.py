@@ -141,6 +141,19 @@ class ServerProcess:
             shutil.rmtree(self._log.parent, ignore_errors=True)
 
 
+async def wait_until_ready(client: HttpClient, seconds: float, otherwise: str) -> None:
+    """Until a server that others started answers; TemporaryError, saying `otherwise`, after `seconds`."""
+    give_up = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError, TimeoutError):
+            status, _ = await client.get(READY_PATH, 10.0)
+            if status == 200:
+                return
+        if time.monotonic() > give_up:
+            raise TemporaryError(otherwise)
+        await asyncio.sleep(0.5)
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

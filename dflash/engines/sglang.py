@@ -19,7 +19,7 @@ from dflash.data.rows import Origin
 from dflash.engines.engine import Completion, Engine, EngineCounts, Request, RequestRefusedError
 from dflash.engines.http import HttpClient
 from dflash.engines.pacing import Pace
-from dflash.engines.server import READY_PATH, ServerProcess
+from dflash.engines.server import ServerProcess, wait_until_ready
 from dflash.errors import ConfigurationError, TemporaryError
 from dflash.resource.generation import Generation, Sampling
 
@@ -109,23 +109,14 @@ class SglangEngine(Engine):
             await self._process.start()
             self._servers = [_Server(HttpClient(self._process.url))]
         for server in self._servers:
-            await self._wait_until_ready(server)
+            await wait_until_ready(
+                server.client,
+                self._patience.absence,
+                f"no SGLang server answers at {server.client.url}: start it, or correct generation.urls",
+            )
         self.origin = Origin("sglang", await self._version(), self.origin.weights)
         self._back.set()
         self._helpers = [asyncio.create_task(self._follow_queues()), asyncio.create_task(self._watch())]
-
-    async def _wait_until_ready(self, server: _Server) -> None:
-        give_up = time.monotonic() + self._patience.absence
-        while True:
-            with contextlib.suppress(OSError, TimeoutError):
-                status, _ = await server.client.get(READY_PATH, 10.0)
-                if status == 200:
-                    return
-            if time.monotonic() > give_up:
-                raise TemporaryError(
-                    f"no SGLang server answers at {server.client.url}: start it, or correct generation.urls"
-                )
-            await asyncio.sleep(0.5)
 
     async def _version(self) -> str:
         """SGLang's own version, where the server tells it."""

@@ -7,7 +7,6 @@ server is there to judge the differences found.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import re
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dflash import layout
 from dflash.engines.engine import sample_seed
 from dflash.engines.http import HttpClient
-from dflash.engines.server import READY_PATH, ServerProcess
+from dflash.engines.server import ServerProcess, wait_until_ready
 from dflash.errors import ConfigurationError, TemporaryError
 from dflash.evaluation import launch
 from dflash.evaluation.answers import DFLASH, MTP, NONE, Answer, Question
@@ -372,7 +371,13 @@ class _Server:
     async def _start(self) -> None:
         if isinstance(self._server, str):
             self._client = HttpClient(self._server)
-            await self._wait_until_ready(self._server)
+            # A server that was given is not ours to start: it has a few minutes to come back.
+            await wait_until_ready(
+                self._client,
+                _GIVEN_SECONDS,
+                f"the SGLang server at {self._server} did not answer for {_GIVEN_SECONDS:.0f} s; "
+                "start it, or correct evaluation.servers",
+            )
             return
         try:
             await self._server.start()
@@ -380,22 +385,6 @@ class _Server:
             await asyncio.to_thread(self._server.kill)
             raise
         self._client = HttpClient(self._server.url)
-
-    async def _wait_until_ready(self, url: str) -> None:
-        """A server that was given is not ours to start: it has a few minutes to come back."""
-        assert self._client is not None
-        deadline = time.monotonic() + _GIVEN_SECONDS
-        while True:
-            with contextlib.suppress(OSError, TimeoutError):
-                status, _ = await self._client.get(READY_PATH, 10.0)
-                if status == 200:
-                    return
-            if time.monotonic() > deadline:
-                raise TemporaryError(
-                    f"the SGLang server at {url} did not answer for {_GIVEN_SECONDS:.0f} s; start it, or "
-                    "correct evaluation.servers"
-                )
-            await asyncio.sleep(1.0)
 
     async def _stop(self) -> None:
         if self._client is not None:

@@ -18,7 +18,7 @@ from dflash.errors import TemporaryError
 from dflash.resource.generation import Generation, Speculation
 from dflash.resource.target import Target
 from dflash.storage.store import Store
-from tests.support.generation import PATIENCE, check_dataset, make_worker, write_prompts
+from tests.support.generation import check_dataset, make_worker, write_prompts
 
 TARGET = Target(model="/models/some")
 
@@ -55,7 +55,8 @@ def test_a_server_that_is_killed_is_started_again_and_its_requests_are_made_agai
     prompts = write_prompts(tmp_path, 300)
     generation = Generation(in_flight=8)
     process = ServerProcess(TARGET, generation, 4096)
-    engine = SglangEngine(generation, weights="w", patience=PATIENCE, server=process)
+    patience = Patience(answer=60.0, progress=60.0, absence=60.0)  # only the kills may restart it
+    engine = SglangEngine(generation, weights="w", patience=patience, server=process)
     worker = make_worker(store, prompts, urls=[], engine=engine)
 
     async def kill_it_twice() -> None:
