@@ -26,7 +26,7 @@ def sglang_drafter_flags(draft: str, shape: DraftShape, *, hybrid: bool) -> list
         *("--speculative-num-draft-tokens", str(shape.block_size)),
         *_GREEDY_SAFE,
     ]
-    return [*flags, "--mamba-scheduler-strategy", "extra_buffer"] if hybrid else flags
+    return [*flags, "--mamba-radix-cache-strategy", "extra_buffer"] if hybrid else flags
 
 
 def sglang_mtp_flags() -> list[str]:

@@ -8,34 +8,8 @@ import pytest
 
 from dflash.data.prompts import turns_to_produce
 from dflash.data.render import Renderer, UnrenderableError
-from tests.support.tiny_tokenizer import SPECIALS, tiny_tokenizer
+from tests.support.tiny_tokenizer import OPENING, SPECIALS, STRIPPING, tiny_tokenizer
 
-# As Qwen3's template: thinking of earlier turns is removed, that after the last question stays, and
-# without thinking the prompt holds an empty think block.
-STRIPPING = """
-{%- set ns = namespace(last=-1) -%}
-{%- for m in messages if m.role == 'user' -%}{%- set ns.last = messages.index(m) -%}{%- endfor -%}
-{%- for m in messages -%}
-{{- '<|im_start|>' + m.role + '\n' -}}
-{%- if m.role == 'assistant' and m.reasoning_content and loop.index0 > ns.last -%}
-{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' -}}
-{%- endif -%}
-{{- m.content -}}
-{%- for call in m.tool_calls or [] -%}
-{{- '<call>' + call.function.name -}}
-{%- for key, value in call.function.arguments.items() -%}{{- key + '=' + value|tojson -}}{%- endfor -%}
-{%- endfor -%}
-{{- '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\n' -}}
-@ASSISTANT@
-{%- endif -%}
-"""
-OPENING = STRIPPING.replace("@ASSISTANT@", "{{- '<think>\n' -}}")
-STRIPPING = STRIPPING.replace(
-    "@ASSISTANT@", "{%- if enable_thinking is false -%}{{- '<think>\n\n</think>\n\n' -}}{%- endif -%}"
-)
 OPEN, CLOSE = 256 + SPECIALS.index("<think>"), 256 + SPECIALS.index("</think>")
 
 

@@ -20,6 +20,7 @@ SERVER_ARGS = [
     *("--sampling-backend", "pytorch"),
     *("--grammar-backend", "none"),
     "--disable-cuda-graph",
+    "--sleep-on-idle",  # else a server with nothing to do takes a core from the one that has
     *("--mem-fraction-static", "0.3"),
     *("--max-total-tokens", "16384"),
     *("--max-running-requests", "64"),
