@@ -129,13 +129,20 @@ class Cluster:
         for action in decided.actions:
             if isinstance(action, Start) and action.role == "drafter":
                 self._require_alone(name, action)
-        item = self._write_down(item, seen, decided, progress)
+        item = self._write_down(item, drafter, seen, decided, look)
         owner = manifests.Owner(name, self._namespace, item["metadata"]["uid"])
         work = manifests.Work(drafter, seen.hashes.dataset, seen.hashes.drafter, seen.hashes.evaluation)
+        waiting: _StillThereError | None = None
         for action in decided.actions:
             if isinstance(action, Start):
                 self._view.describe(drafter, item["metadata"]["uid"], STAGE_OF[action.role])
-            self._act(action, owner, work)
+            try:
+                self._act(action, owner, work)
+            except _StillThereError as error:
+                # The others go on: an attempt that is written down and not started would count as lost.
+                waiting = error
+        if waiting is not None:
+            raise waiting
         self._keep_services(name, owner)
         self._tidy(name)
         return self._next_look(name, decided, seen, now)

@@ -63,6 +63,7 @@ _DEBIAN = {
     "gcc": "gcc",
 }
 CNI = Path("/usr/lib/cni")
+_CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # bridges and rules; mounts and namespaces
 
 log = logging.getLogger("tests.cluster")
 
@@ -78,10 +79,21 @@ def require_machine() -> None:
         raise CannotRun(f"the throwaway cluster needs Linux and this is {sys.platform}; {advice}")
     if os.geteuid() != 0:
         raise CannotRun(f"the throwaway cluster needs root; run as root, or {advice}")
+    missing = [name for name, bit in _CAPABILITIES.items() if not _effective_capabilities() >> bit & 1]
+    if missing:
+        raise CannotRun(
+            f"the throwaway cluster needs {' and '.join(missing)}, which this root lacks; {advice}"
+        )
     if not shutil.which("go"):
         raise CannotRun(
             f"the throwaway cluster is built with Go, and there is none; install Go 1.24 or {advice}"
         )
+
+
+def _effective_capabilities() -> int:
+    """This process's capabilities: root in a container often lacks most of them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("CapEff:")), 16)
 
 
 def cache(modules: Path = MODULES) -> Path:

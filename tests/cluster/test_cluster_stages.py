@@ -155,6 +155,23 @@ def _live_through(release: Release) -> None:
     assert resumed >= committed > 0
 
 
+def test_the_operator_may_be_killed_in_every_stage_and_nothing_runs_twice(release: Release) -> None:
+    release.apply(small_drafter("orphan"))
+    made: set[tuple[str, str]] = set()
+    for role in ("generate", "drafter", "evaluate"):
+        release.wait(f"a pod to {role}", lambda role=role: release.pods("orphan", role), 200, "orphan")
+        made |= set(release.jobs("orphan").items())
+        # SIGKILL: the Lease is not released, so the next one has to wait until it has expired.
+        operator = ("pod", "-l", "app.kubernetes.io/component=operator")
+        release.kubectl("delete", *operator, "--grace-period=0", "--force")
+    release.wait_condition("orphan", "Ready", "True", 200)
+    made |= set(release.jobs("orphan").items())
+    assert stages(dict(made)) == ["dft", "eval", "gen", "tgt"]
+    assert len(made) == 4, "none was made twice"
+    status = release.status("orphan")
+    assert (status["attempt"], status["restarts"], status["disruptions"]) == (0, 0, 0)
+
+
 def test_a_drafter_out_of_memory_releases_the_targets_and_says_what_to_raise(release: Release) -> None:
     limit = {"spec": {"containers": [{"name": "main", "resources": {"limits": {"memory": "64Mi"}}}]}}
     release.apply(declared("narrow", training={"epochs": 5}, pods={"drafter": limit}))

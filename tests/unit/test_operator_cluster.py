@@ -1,5 +1,6 @@
 """The operator against a cluster in memory: stages in order, edits, failures, and a crash at every write."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from dflash.errors import TemporaryError
 from operators.cluster import FINALIZER, retry_of
 from operators.kube import DRAFTERS, JOBS, PODS, SERVICES, Conflict
 from operators.lease import LEASE_SECONDS
-from tests.support.fake_cluster import NAMESPACE, Crash, FakeCluster
+from tests.support.fake_cluster import NAMESPACE, Crash, FakeCluster, timestamp_of
 
 TRAINING = {"training": {"targets": 2, "drafters": 2}}
 
@@ -127,6 +128,29 @@ def test_suspending_frees_everything_and_resuming_goes_on() -> None:
     drive(world)
     status = world.status()
     assert (status["restarts"], status["disruptions"]) == (0, 0)
+
+
+def test_targets_that_are_slow_to_go_do_not_cost_the_drafters_an_attempt() -> None:
+    world = FakeCluster(**TRAINING)
+    drive(world, until="Training")
+    world.controllers()
+    (targets,) = (copy.deepcopy(j) for n, j in world.api.objects["jobs"].items() if "-tgt-" in n)
+    world.declare(**TRAINING, suspend=True)
+    operator = world.operator()
+    for _ in range(5):
+        operator.reconcile("d")
+        world.controllers()
+        world.api.clock += 1
+    # The API server still has the Job, the informer's copy has not.
+    targets["metadata"] |= {"deletionTimestamp": timestamp_of(world.api.clock), "labels": {}}
+    world.api.put(JOBS, targets)
+    world.declare(**TRAINING)
+    with pytest.raises(Exception, match="waits for its predecessor to be gone"):
+        operator.reconcile("d")
+    assert [n for n in world.api.objects["jobs"] if n.endswith("-a1")]
+    drive(world)
+    status = world.status()
+    assert (status["attempt"], status["restarts"], status["disruptions"]) == (1, 0, 0)
 
 
 def test_targets_grow_and_shrink_without_touching_the_drafters() -> None:
