@@ -39,12 +39,13 @@ $(UV):
 demo: .venv/.synced  ## Train and measure a drafter for a small real model, here, in about ten minutes
 	@$(RUN) -m jobs.demo
 
-test: lint  ## Lint, type-check and run the unit and integration tests
+test: lint  ## Lint, type-check and run all tests but the longest and the serving engine's
 	@$(RUN) -m pytest -n 2 --dist loadgroup || \
 		{ echo "running what failed once more, alone"; $(RUN) -m pytest --last-failed --last-failed-no-failures none; }
+	@$(MAKE) --no-print-directory test-cluster
 
-test-cluster: .venv/.synced  ## The tests on a real Kubernetes (skipped with a reason without root, Linux or Go)
-	@$(RUN) -m pytest -m cluster tests/cluster
+test-cluster: .venv/.synced  ## Its part on a real Kubernetes (skipped with a reason without root, Linux or Go)
+	@$(RUN) -m pytest -m cluster -rs tests/cluster
 
 test-sglang: .venv/.synced .venv-serve/.synced  ## The tests against the real serving engine, on the CPU
 	@$(RUN) -m pytest -m sglang tests/integration
