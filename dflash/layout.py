@@ -21,6 +21,8 @@ specific names; the small object whose presence means "committed" comes last.
     promoted/<name>.json                  compare-and-swap
     owners/<name>.json                    create-once
     records/<name>.json                   compare-and-swap
+    spending/<name>.json                  GPU time so far, written by whoever runs the stages
+    warm-ups/<name>.json                  rates that a warm-up has measured
 """
 
 
@@ -32,6 +34,16 @@ def owner(name: str) -> str:
 def record(name: str) -> str:
     """Compare-and-swap: attempts and budgets, as the executor on one machine wrote them down."""
     return f"records/{name}.json"
+
+
+def spending(name: str) -> str:
+    """GPU time that a Drafter has taken so far."""
+    return f"spending/{name}.json"
+
+
+def warm_up(name: str) -> str:
+    """What the last warm-up of a Drafter measured."""
+    return f"warm-ups/{name}.json"
 
 
 def dataset(dataset_hash: str, name: str = "") -> str:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from dflash.errors import ConfigurationError, TemporaryError
-from dflash.progress import Progress
+from dflash.planning.spending import Spending, project
 from dflash.resource import Drafter
 from dflash.resource.load import Document, parse_resource
 from dflash.resource.storage import Storage
 from operators import manifests, names, report
+from operators.accounts import catching_up
 from operators.actions import Action, Promote, Start, StopChild, StopGroup, Wait
 from operators.conditions import Summary, refused, summarize
 from operators.informer import Informer
@@ -37,10 +38,10 @@ from operators.kube import (
     timestamp,
 )
 from operators.observe import suggested_targets
-from operators.observed import STAGE_OF, Child, Observed, Role, Stage
-from operators.plan import Plan, plan
+from operators.observed import STAGE_OF, Child, Observed, Role
+from operators.plan import Plan, current_stage, plan
 from operators.pods import DRAFTER, ROLE, children, gpus_of, group_of, is_finished
-from operators.view import StoreView
+from operators.view import Look, StoreView
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class Cluster:
         try:
             drafter = parse_resource(Document(f"Drafter {name}", _plain(item)))
             item = self._keep_finalizer(item, drafter.spec.storage.deletion_policy == "Delete")
-            seen, progress = self._observe(drafter, item, alive, now)
+            seen, look = self._observe(drafter, item, alive, now)
         except ConfigurationError as error:
             self._write(
                 item, report.refused_status(_status(item), _generation(item), refused(str(error)), now)
@@ -203,7 +204,7 @@ class Cluster:
 
     def _observe(
         self, drafter: Drafter, item: Object, alive: tuple[Child, ...], now: float
-    ) -> tuple[Observed, Mapping[Stage, Progress]]:
+    ) -> tuple[Observed, Look]:
         at_work = sorted({STAGE_OF[c.role] for c in alive if c.live})
         take_over = (item["metadata"].get("annotations") or {}).get(_TAKE_OVER) == "true"
         look = self._view.look(drafter, item["metadata"]["uid"], at_work, take_over=take_over)
@@ -218,7 +219,7 @@ class Cluster:
             progress=look.moved,
             suggested_targets=suggested_targets(look.progress.get("training")),
         )
-        return seen, look.progress
+        return seen, look
 
     def _settled_for(self, name: str, item: Object, alive: tuple[Child, ...], now: float) -> float | None:
         """Seconds for which a Drafter that is ready and unchanged needs no look; None when it needs one.
@@ -265,19 +266,31 @@ class Cluster:
     # -- telling -----------------------------------------------------------------------------
 
     def _write_down(
-        self, item: Object, seen: Observed, decided: Plan, progress: Mapping[Stage, Progress]
+        self, item: Object, drafter: Drafter, seen: Observed, decided: Plan, look: Look
     ) -> Object:
         """Store record and status, before anything is done; raises Conflict when the spec has moved."""
         told = replace(seen, record=decided.record)
         summary: Summary = summarize(seen, decided)
-        gpu_seconds, accounted_at = self._gpu_seconds(item, seen.now)
+        spending, accounted_at = self._spending(item, seen)
+        if accounted_at != _status(item).get("gpuAccountedAt", ""):
+            self._view.account(drafter, spending)
+        stage = current_stage(seen)
+        projection = project(
+            spending,
+            stage,
+            look.progress.get(stage) if stage else None,
+            now=seen.now,
+            price=seen.spec.tracking.gpu_hour_price,
+            warm_up=look.warm_up,
+        )
         status = report.status_of(
             _status(item),
             _generation(item),
             seen=told,
             summary=summary,
-            progress=progress,
-            gpu_seconds=gpu_seconds,
+            progress=look.progress,
+            spending=spending,
+            projection=projection,
         )
         if accounted_at:
             status["gpuAccountedAt"] = accounted_at
@@ -327,24 +340,30 @@ class Cluster:
         new = {**old, "conditions": told, "observedGeneration": _generation(item), "message": message[:2048]}
         self._write(item, new)
 
-    def _gpu_seconds(self, item: Object, now: float) -> tuple[dict[Stage, float], str]:
-        """GPU time by stage up to now, and until when it is counted ('' while no GPU was ever held).
+    def _spending(self, item: Object, seen: Observed) -> tuple[Spending, str]:
+        """GPU time up to now, and until when it is counted ('' while no GPU was ever held).
 
         Each look adds what the pods held since the last one, so a pod that is gone stays counted.
         """
         old = _status(item)
-        totals: dict[Stage, float] = {s["name"]: float(s.get("gpuSeconds", 0)) for s in old.get("stages", [])}
+        spending = report.spending_of(old)
         since = old.get("gpuAccountedAt", "")
         begin = parse_time(since) if since else 0.0
-        held = False
-        for pod in self._caches.pods.labelled(item["metadata"]["name"]):
+        now = float(int(seen.now))  # as it is written down, so that no part of a second counts twice
+        done = float(old.get("progress", {}).get("done", 0))
+        held, any_held = 0.0, False
+        for pod in self._caches.pods.labelled(seen.name):
             gpus = gpus_of(pod)
             started, ended = _ran(pod, now)
             if gpus and started is not None and ended > begin:
                 stage = STAGE_OF[group_of(pod)[0]]
-                totals[stage] = totals.get(stage, 0.0) + gpus * (ended - max(started, begin))
-                held = True
-        return totals, _stamp(now) if held else since
+                seconds = gpus * (ended - max(started, begin))
+                wasted = catching_up(seen.record, stage, done if stage == old.get("stage") else 0.0)
+                spending = spending.adding(stage, max(0.0, seconds), wasted=wasted)
+                any_held = True
+                held += gpus if ended == now else 0
+        spending = spending.model_copy(update={"gpus": held, "updated_at": now})
+        return spending, _stamp(now) if any_held else since
 
     # -- acting ------------------------------------------------------------------------------
 

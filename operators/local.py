@@ -26,6 +26,7 @@ from pydantic import TypeAdapter
 
 from dflash import layout
 from dflash.errors import DflashError, ExitCode, TemporaryError
+from dflash.planning.spending import Projection, project
 from dflash.progress import Progress
 from dflash.resource import Drafter
 from dflash.resource.hashes import StageHashes
@@ -33,6 +34,7 @@ from dflash.resource.load import dump_resource
 from dflash.storage.embedded import EmbeddedStore
 from dflash.storage.store import NotFound, Store, to_json
 from operators import names
+from operators.accounts import Accounts
 from operators.actions import Action, Promote, Start, StopChild, StopGroup
 from operators.children import Children
 from operators.conditions import Summary, summarize
@@ -117,6 +119,7 @@ class Snapshot:
     children: tuple[Child, ...]
     record: Record
     logs: Path
+    projection: Projection
     trouble: str = ""
     """Why the store cannot be reached just now; empty when it can."""
 
@@ -156,6 +159,7 @@ class Local:
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._children = Children(lambda: self._wake.put(None))
         self._movement = Movement()
+        self._accounts: Accounts | None = None
         self._record = Record()
         self._etag: str | None = None
         self._signal: int | None = None
@@ -186,6 +190,8 @@ class Local:
                     self._sleep(wake_at)
             finally:
                 self._children.stop_all(lambda: self._signals > 1)
+                if self._accounts is not None:
+                    self._accounts.save(time.time())
         if self._signal is not None:
             return Outcome(128 + self._signal, snapshot, self._worked)
         assert snapshot is not None
@@ -209,6 +215,7 @@ class Local:
             self._children.look(),
             decided.record,
             self._home.logs,
+            self._projection(seen, shown),
         )
         self._show(snapshot)
         stalled = snapshot.summary.phase == "Stalled"
@@ -245,7 +252,25 @@ class Local:
             progress=moved,
             suggested_targets=suggested_targets(shown.get("training")),
         )
+        self._books.look(seen.now, at_work, self._record, moved)
         return seen, shown
+
+    def _projection(self, seen: Observed, shown: Mapping[Stage, Progress]) -> Projection:
+        stage = current_stage(seen)
+        return project(
+            self._books.spending,
+            stage,
+            shown.get(stage) if stage else None,
+            now=seen.now,
+            price=seen.spec.tracking.gpu_hour_price,
+            warm_up=self._books.warm_up,
+        )
+
+    @property
+    def _books(self) -> Accounts:
+        if self._accounts is None:
+            self._accounts = Accounts(self._store, self._drafter.metadata.name)
+        return self._accounts
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, Start):

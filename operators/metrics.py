@@ -1,5 +1,6 @@
 """The operator's endpoints: Prometheus metrics, health, readiness. Figures are read when asked for."""
 
+import math
 import threading
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
@@ -9,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 
-from operators.kube import Object
+from operators.kube import Object, parse_time
 
 
 class Metrics:
@@ -80,6 +81,22 @@ def _of_each(items: list[Object]) -> Iterable[Metric]:
     gpu = CounterMetricFamily(
         "dflash_drafter_gpu_seconds", "GPU time, lost attempts included", labels=["drafter", "stage"]
     )
+    wasted = CounterMetricFamily(
+        "dflash_drafter_wasted_gpu_seconds",
+        "GPU time from a failure until the stage was further than before",
+        labels=["drafter", "stage"],
+    )
+    figures = GaugeMetricFamily(
+        "dflash_drafter_figure",
+        "What the running stage says of itself: loss, rates, queue depth, shares of waiting",
+        labels=["drafter", "stage", "name"],
+    )
+    alerts = GaugeMetricFamily(
+        "dflash_drafter_alerts", "What is wrong with the running stage now", labels=["drafter"]
+    )
+    bottleneck = GaugeMetricFamily(
+        "dflash_drafter_bottleneck", "1 for the side that limits training", labels=["drafter", "side"]
+    )
     for item in items:
         name, status = item["metadata"]["name"], item.get("status", {})
         progress = status.get("progress", {})
@@ -89,7 +106,54 @@ def _of_each(items: list[Object]) -> Iterable[Metric]:
             length.add_metric([name], float(status["acceptanceLength"]))
         for stage in status.get("stages", []):
             gpu.add_metric([name, stage["name"]], stage.get("gpuSeconds", 0))
-    return done, length, gpu
+            wasted.add_metric([name, stage["name"]], stage.get("wastedGpuSeconds", 0))
+        for figure, text in progress.get("figures", {}).items():
+            value = _number(text)
+            if value is not None:
+                figures.add_metric([name, status["stage"], figure], value)
+        if progress:
+            alerts.add_metric([name], len(status.get("alerts", [])))
+        side = progress.get("figures", {}).get("bottleneck")
+        if side:
+            bottleneck.add_metric([name, side], 1)
+    return (done, length, gpu, wasted, figures, alerts, bottleneck, *_of_money(items))
+
+
+def _of_money(items: list[Object]) -> Iterable[Metric]:
+    hours = GaugeMetricFamily(
+        "dflash_drafter_gpu_hours",
+        "GPU-hours spent, wasted, and projected to the end",
+        labels=["drafter", "kind"],
+    )
+    cost = GaugeMetricFamily(
+        "dflash_drafter_cost",
+        "The same in money, where a price is given",
+        labels=["drafter", "kind"],
+    )
+    end = GaugeMetricFamily(
+        "dflash_drafter_projected_end_timestamp_seconds",
+        "When the end is expected, and of which stage",
+        labels=["drafter", "through"],
+    )
+    for item in items:
+        name, told = item["metadata"]["name"], item.get("status", {}).get("cost", {})
+        for kind in ("spent", "wasted", "projected"):
+            if told.get(f"{kind}GpuHours"):
+                hours.add_metric([name, kind], float(told[f"{kind}GpuHours"]))
+            if told.get(kind):
+                cost.add_metric([name, kind], float(told[kind]))
+        if told.get("endsAt"):
+            end.add_metric([name, told.get("through", "")], parse_time(told["endsAt"]))
+    return hours, cost, end
+
+
+def _number(text: str) -> float | None:
+    """A figure's value; None for one that is a sentence, or not finite."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def _gauge(name: str, text: str, label: str, values: dict[str, float] | Tally[str]) -> Metric:

@@ -31,6 +31,8 @@ def purge(store: Store, name: str, uid: str) -> None:
         # What says that something is whole goes before any part of it.
         for key in sorted(keys, key=lambda key: not _commits(key)):
             store.delete(key)
+    store.delete(layout.warm_up(name))
+    store.delete(layout.spending(name))
     store.delete(layout.record(name))
     store.delete(layout.owner(name))
 

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 from pydantic import TypeAdapter
 
+from dflash.planning.spending import Projection, Spending, StageSpending
 from dflash.progress import Progress
 from operators.conditions import Condition, Summary
 from operators.kube import Object, timestamp
@@ -47,7 +48,8 @@ def status_of(
     seen: Observed,
     summary: Summary,
     progress: Mapping[Stage, Progress],
-    gpu_seconds: Mapping[Stage, float],
+    spending: Spending,
+    projection: Projection,
 ) -> Object:
     """The whole status, but for the record."""
     stage = current_stage(seen)
@@ -59,12 +61,14 @@ def status_of(
         "stage": stage or "done",
         "phase": summary.phase,
         "message": summary.message[:2048],
-        "stages": [_stage(name, seen, summary, stage, gpu_seconds) for name in STAGES],
+        "stages": [_stage(name, seen, summary, stage, spending) for name in STAGES],
         "attempt": training.attempt if training else 0,
         "restarts": sum(r.restarts for r in lost),
         "disruptions": sum(r.disruptions for r in lost),
         "conditions": conditions(old, summary.conditions, generation, seen.now),
     }
+    if spending.gpu_seconds > 0:
+        new["cost"] = _cost(projection)
     if at_work is not None:
         new["progress"] = _progress(at_work)
         if at_work.alerts:
@@ -158,7 +162,7 @@ def events(old: Object, new: Object) -> list[Event]:
 
 
 def _stage(
-    name: Stage, seen: Observed, summary: Summary, current: Stage | None, gpu_seconds: Mapping[Stage, float]
+    name: Stage, seen: Observed, summary: Summary, current: Stage | None, spending: Spending
 ) -> Object:
     output = {
         "generation": hash_of("generate", seen.hashes),
@@ -176,7 +180,41 @@ def _stage(
             "Queued": "Pending",
             "Pending": "Pending",
         }.get(summary.phase, "Running")
-    return {"name": name, "hash": output, "state": state, "gpuSeconds": int(gpu_seconds.get(name, 0.0))}
+    spent = spending.stages.get(name, StageSpending())
+    return {
+        "name": name,
+        "hash": output,
+        "state": state,
+        "gpuSeconds": int(spent.gpu_seconds),
+        "wastedGpuSeconds": int(spent.wasted_gpu_seconds),
+    }
+
+
+def spending_of(status: Object) -> Spending:
+    """GPU time as a status has it."""
+    stages = {
+        s["name"]: StageSpending(
+            gpu_seconds=s.get("gpuSeconds", 0), wasted_gpu_seconds=s.get("wastedGpuSeconds", 0)
+        )
+        for s in status.get("stages", [])
+    }
+    return Spending(stages=stages)
+
+
+def _cost(projection: Projection) -> Object:
+    """Only what is known."""
+    amounts = {
+        "spentGpuHours": projection.spent_gpu_hours,
+        "wastedGpuHours": projection.wasted_gpu_hours,
+        "projectedGpuHours": projection.gpu_hours,
+        "spent": projection.spent,
+        "wasted": projection.wasted,
+        "projected": projection.cost,
+    }
+    told: Object = {name: f"{amount:.2f}" for name, amount in amounts.items() if amount is not None}
+    if projection.ends_at is not None:
+        told |= {"endsAt": _time(60 * round(projection.ends_at / 60)), "through": projection.through}
+    return told
 
 
 def _progress(progress: Progress) -> Object:

@@ -26,6 +26,9 @@ class StageStatus(Section):
     gpu_seconds: int = Field(
         0, ge=0, description="GPU time spent by its pods so far, lost attempts included."
     )
+    wasted_gpu_seconds: int = Field(
+        0, ge=0, description="Of it, from a failure until the stage was further than it had been before."
+    )
 
 
 class ProgressStatus(Section):
@@ -63,6 +66,23 @@ class ArtifactStatus(Section):
     promoted: bool = Field(False, description="Whether the promotion gate let it through.")
 
 
+class CostStatus(Section):
+    """GPU-hours, and money where `spec.tracking.gpuHourPrice` is given; as text with two decimals."""
+
+    spent_gpu_hours: str = Field("", max_length=32, description="So far, all stages and attempts.")
+    wasted_gpu_hours: str = Field("", max_length=32, description="Of these, lost by failures.")
+    projected_gpu_hours: str = Field("", max_length=32, description="At the end, at the present rate.")
+    spent: str = Field("", max_length=32, description="Money so far.")
+    wasted: str = Field("", max_length=32, description="Of it, lost by failures.")
+    projected: str = Field("", max_length=32, description="Money at the end.")
+    ends_at: str = Field("", max_length=64, description="When the end is expected, to the minute.")
+    through: str = Field(
+        "",
+        max_length=32,
+        description="The last stage counted in; later ones are known where a warm-up has measured them.",
+    )
+
+
 class Condition(Section):
     """A Kubernetes condition."""
 
@@ -98,6 +118,7 @@ class DrafterStatus(Section):
         [], max_length=16, description="What is wrong with the running stage, and what to do."
     )
     verdict: str = Field("", max_length=1024, description="Where the bottleneck of training is.")
+    cost: CostStatus = Field(CostStatus(), description="What was spent, and what it will be.")
     artifact: ArtifactStatus = Field(ArtifactStatus(), description="The drafter that was made.")
     last_failure: FailureStatus | None = Field(None, description="The last thing that went wrong.")
     gpu_accounted_at: str = Field("", max_length=64, description="Until when stages[].gpuSeconds counts.")

@@ -5,6 +5,7 @@ that is away is told as TemporaryError within seconds, since a worker that waits
 """
 
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -15,22 +16,37 @@ import orjson
 
 from dflash import layout
 from dflash.data.sources import source_files
+from dflash.errors import DflashError
+from dflash.planning.spending import Spending
+from dflash.planning.warm_up import WarmUp
 from dflash.progress import Progress
 from dflash.resource import Drafter
 from dflash.resource.hashes import StageHashes
 from dflash.resource.storage import Storage
 from dflash.storage.location import StoreLocation, location_of
-from dflash.storage.store import Store
+from dflash.storage.store import Store, to_json
 from operators.actions import Promote
-from operators.observe import Movement, Outputs, committed, outputs_of, progress, write_inputs
+from operators.observe import (
+    Movement,
+    Outputs,
+    committed,
+    find_warm_up,
+    outputs_of,
+    progress,
+    write_inputs,
+)
 from operators.observed import Committed, Stage, StageProgress
 from operators.owner import claim
 from operators.plan import spec_digest
 from operators.purge import purge
 
+log = logging.getLogger(__name__)
+
 _PATIENCE_SECONDS = 5.0
 _STAMP_SECONDS = 60.0
-"""How often it is checked whether prompt files have changed."""
+"""How often it is checked whether prompt files have changed, and whether there was a warm-up."""
+_ACCOUNT_SECONDS = 30.0
+"""How often what was spent is written into the store, for jobs and the command line."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,7 @@ class Look:
     committed: Committed
     progress: Mapping[Stage, Progress]
     moved: Mapping[Stage, StageProgress]
+    warm_up: WarmUp | None = None
 
 
 @dataclass
@@ -55,6 +72,9 @@ class _Known:
     outputs: Outputs | None = None
     described: set[str] = field(default_factory=set)
     movement: Movement = field(default_factory=Movement)
+    warm_up: WarmUp | None = None
+    warm_up_checked_at: float = -_STAMP_SECONDS
+    accounted_at: float = -_ACCOUNT_SECONDS
 
 
 class StoreView:
@@ -93,7 +113,28 @@ class StoreView:
             at = known.movement.note(stage, named[stage], found)
             if at is not None:
                 moved[stage] = at
-        return Look(hashes, done, shown, moved)
+        return Look(hashes, done, shown, moved, self._warm_up(name, store, known) if shown else None)
+
+    def account(self, drafter: Drafter, spending: Spending) -> None:
+        """Put down what was spent, now and then; a store that is away gets the next copy."""
+        name = drafter.metadata.name
+        with self._lock:
+            known = self._known.get(name)
+        soon = known is None or time.monotonic() - known.accounted_at < _ACCOUNT_SECONDS
+        if known is None or (soon and spending.gpus > 0):
+            return
+        known.accounted_at = time.monotonic()
+        try:
+            document = to_json(spending.model_dump(by_alias=True))
+            self._store(drafter.spec.storage).put(layout.spending(name), document)
+        except DflashError as error:
+            log.warning("what was spent could not be written down: %s", error, extra={"drafter": name})
+
+    def _warm_up(self, name: str, store: Store, known: _Known) -> WarmUp | None:
+        if time.monotonic() - known.warm_up_checked_at >= _STAMP_SECONDS:
+            known.warm_up = find_warm_up(store, name)
+            known.warm_up_checked_at = time.monotonic()
+        return known.warm_up
 
     def describe(self, drafter: Drafter, uid: str, stage: Stage) -> None:
         """Put down, once, what the stage's output is the hash of."""

@@ -38,7 +38,8 @@ _LEAST_LATE_SECONDS = 120.0
 class Surroundings:
     """What the rows do not say; None where it is unknown, and then nothing is raised from it.
 
-    store_seconds: a small request to the store, lately.
+    store_seconds: a small request to the store, lately. elapsed_seconds: for the steps of this attempt;
+    planned_seconds: for the same steps, at the rate that a warm-up reached.
     """
 
     dropped_share: float | None = None
@@ -216,9 +217,16 @@ def _schedule_missed(around: Surroundings) -> Alert | None:
         return None
     return Alert(
         "schedule-missed",
-        f"the run is at {spent / 3600:.1f} h of {planned / 3600:.1f} h planned for what is done; see the "
-        "bottleneck in `dflash status`, and plan again with measured rates",
+        f"the steps since the start took {_duration(spent)}, and {_duration(planned)} at the warm-up's rate; "
+        "see the bottleneck in `dflash status`, and warm up again if the machines have changed",
     )
+
+
+def _duration(seconds: float) -> str:
+    for unit, scale in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * scale:
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{seconds:.1f} s"
 
 
 _OF_TRENDS: tuple[Callable[[Rows], Alert | None], ...] = (

@@ -60,3 +60,13 @@ class Tracking(Section):
 
     wandb: Wandb = Field(Wandb(), description="Weights & Biases.")
     interval_seconds: float = Field(10.0, gt=0.0, le=3600.0, description="Time between two rows of metrics.")
+    gpu_hour_price: float | None = Field(
+        None,
+        ge=0.0,
+        le=1e6,
+        description=(
+            "Price of one GPU for one hour, in any currency: what was spent and will be is then also told in "
+            "money. On one machine all its GPUs count while a stage works; a machine without any counts as "
+            "one."
+        ),
+    )

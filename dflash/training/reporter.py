@@ -25,6 +25,7 @@ from dflash.training.checkpoints import Checkpoints
 from dflash.training.evaluating import Evaluating
 from dflash.training.figures import objective_metrics
 from dflash.training.optimizer import FlatOptimizer
+from dflash.training.outlook import Outlook
 from dflash.training.schedule import learning_rate, noise_std
 from dflash.training.trainer import Trainer
 
@@ -34,6 +35,7 @@ _ALARM_SHARE = 0.01
 """Of steps or samples without any anchor: beyond it the data is not what was meant."""
 _LOST_SHARE, _LOST_LEAST = 0.01, 3
 """Samples whose states no target could give: so many are left out, and more end the run."""
+_SCHEDULE_REPORTS = 12
 _PASSING = ("stop", "end", "incomplete", "gradient_norm")
 """Of a step's numbers, those whose total over a run says nothing."""
 _SHOWN = ("loss", "accuracy", "acceptance_length", "streak")
@@ -77,6 +79,29 @@ class _Waits:
         return self.idle / self.idle_seconds if self.idle_seconds else None
 
 
+class _Timetable:
+    """How long steps took since the first report, which start-up delays, and how long they should have.
+
+    Says nothing for the first reports: a few steps' time is no rate.
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._first_step = self._reports = 0
+
+    def elapsed(self, step: int) -> float | None:
+        """Seconds. Called once a report."""
+        if self._since is None:
+            self._since, self._first_step = time.monotonic(), step
+        self._reports += 1
+        return time.monotonic() - self._since if self._reports > _SCHEDULE_REPORTS else None
+
+    def planned(self, step: int, outlook: Outlook | None) -> float | None:
+        """Seconds at the rate that a warm-up reached."""
+        rate = outlook.steps_per_second if outlook is not None else None
+        return None if rate is None else (step - self._first_step) / rate
+
+
 class Reporter:
     """Called after every step. `counts` are totals over all attempts; `progress` can be shown any time."""
 
@@ -92,12 +117,14 @@ class Reporter:
         counts: Mapping[str, float],
         store_seconds: Callable[[], float | None],
         evaluating: Evaluating | None = None,
+        outlook: Outlook | None = None,
     ) -> None:
         """`store_seconds` is what a small request takes; `evaluating` is None where nothing is measured."""
         self.counts: Counter[str] = Counter(counts)
         self.metrics: dict[str, float] = {}
         self._run, self._tracker, self._checkpoints, self._optimizer = run, tracker, checkpoints, optimizer
         self._channel, self._store_seconds, self.evaluating = channel, store_seconds, evaluating
+        self._outlook, self._timetable = outlook, _Timetable()
         self._sums: StepSums | None = None
         self._interval: Counter[str] = Counter()
         self._began, self._first_step = time.monotonic(), step
@@ -180,6 +207,11 @@ class Reporter:
             "progress/steps_without_anchor": self.counts["weightless"],
             "progress/lost_samples": self.counts["lost_samples"],
         }
+        if self._outlook is not None:
+            left = (self._run.steps - trainer.step) * seconds / steps
+            metrics |= self._outlook.metrics(
+                Progress(stage="training", eta_seconds=left, updated_at=time.time())
+            )
         self._tracker.log(trainer.step, metrics)
         self.metrics = metrics
         self._alarm(trainer.step, metrics)
@@ -198,7 +230,8 @@ class Reporter:
             figures["target_idle_share"] = metrics["target/idle_share"]
         targets, idle = int(metrics["target/live"]), metrics.get("target/idle_share")
         wait = metrics["drafter/wait_share"]
-        figures["verdict"] = judge(targets, self._run.world, idle, wait).sentence
+        verdict = judge(targets, self._run.world, idle, wait)
+        figures["verdict"], figures["bottleneck"] = verdict.sentence, verdict.bottleneck
         figures["wanted_targets"] = float(wanted_targets(targets, idle, wait))
         self._progress = self._progress.model_copy(
             update={
@@ -295,6 +328,8 @@ class Reporter:
                 min(60.0 * checkpoint.every_minutes, checkpoint.every_steps / pace), 1.0 / pace
             ),
             store_seconds=self._store_seconds(),
+            elapsed_seconds=self._timetable.elapsed(step),
+            planned_seconds=self._timetable.planned(step, self._outlook),
         )
         for alert in self._alarms.see(row, around, self._without_anchor(step)):
             log.warning("%s", alert.sentence)

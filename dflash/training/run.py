@@ -48,6 +48,7 @@ from dflash.training.measured import early_stop
 from dflash.training.measurements import Measurements
 from dflash.training.optimizer import FlatOptimizer
 from dflash.training.order import Order
+from dflash.training.outlook import Outlook
 from dflash.training.reporter import Reporter, Run
 from dflash.training.samples import TrainingSet
 from dflash.training.trainer import Learner, Outcome, Trainer
@@ -174,6 +175,8 @@ class _Rank:
             if measurements is not None:
                 evaluating = Evaluating(training.evaluation, order.steps, measurements, checkpoints, tracker)
             heartbeat = Heartbeat(self._store, part.run)
+            outlook = Outlook(self._store, self._resource)
+            self._stack.callback(outlook.close)
             reporter = Reporter(
                 self._constants(dataset, order),
                 tracker,
@@ -184,6 +187,7 @@ class _Rank:
                 counts=start.counts,
                 store_seconds=lambda: heartbeat.store_seconds,
                 evaluating=evaluating,
+                outlook=outlook,
             )
             heartbeat.start(reporter.progress)
             self._stack.callback(heartbeat.stop)

@@ -1,6 +1,7 @@
 """`dflash status`: how far a Drafter is, from the store alone, so also while it runs elsewhere."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import orjson
 import typer
 
 from dflash import layout
+from dflash.planning.spending import Projection, project
 from dflash.progress import Progress
 from dflash.resource import Drafter
 from dflash.resource.load import load_resource
@@ -15,8 +17,9 @@ from dflash.storage.location import is_local
 from dflash.storage.store import Store
 from jobs.cli.connect import connected, home_of
 from jobs.cli.results import rows
-from jobs.cli.view import amount, figures, pace, remarks
-from operators.observe import Outputs, committed, outputs_of, progress
+from jobs.cli.view import amount, cost, figures, pace, remarks
+from operators.accounts import read_spending
+from operators.observe import Outputs, committed, find_warm_up, outputs_of, progress
 from operators.observed import STAGES, Committed, Stage
 
 FRESH_SECONDS = 30.0
@@ -44,13 +47,15 @@ def show_status(file: Path, *, as_json: bool) -> None:
         if told is not None and stage["state"] == "running":
             for sentence in remarks(told):
                 typer.echo(f"    {sentence}")
+    for sentence in state["costSentences"]:
+        typer.echo(f"  {sentence}")
     if state["report"]:
         for name, value in rows(state["report"], promoted=state["promoted"]):
             typer.echo(f"  {name}: {value}")
 
 
 def status_of(drafter: Drafter, outputs: Outputs, store: Store | None) -> dict[str, Any]:
-    """The state as plain data: name, phase, promoted, stages (name, hash, state, progress), report.
+    """The state as plain data: name, phase, promoted, stages (name, hash, state, progress), cost, report.
 
     No `store` means that none was made yet.
     """
@@ -71,6 +76,7 @@ def status_of(drafter: Drafter, outputs: Outputs, store: Store | None) -> dict[s
         shown = seen.model_dump(mode="json", by_alias=True) if seen is not None else None
         stages.append({"name": stage, "hash": names[stage], "state": state, "progress": shown})
     running = next((s["name"] for s in stages if s["state"] == "running"), None)
+    projection = _projection(drafter, running, stages, store)
     finished = "ready" if done.promoted else "gate failed" if done.gate else "evaluated"
     return {
         "name": drafter.metadata.name,
@@ -78,5 +84,29 @@ def status_of(drafter: Drafter, outputs: Outputs, store: Store | None) -> dict[s
         "promoted": done.promoted,
         "gate": done.gate,
         "stages": stages,
+        "cost": {
+            **asdict(projection),
+            "spent": projection.spent,
+            "wasted": projection.wasted,
+            "cost": projection.cost,
+        },
+        "costSentences": cost(projection),
         "report": store.find_json(layout.report(hashes.evaluation)) if store else None,
     }
+
+
+def _projection(
+    drafter: Drafter, running: str | None, stages: list[dict[str, Any]], store: Store | None
+) -> Projection:
+    """What was spent, and where it ends, from what the executor has counted."""
+    if store is None:
+        return Projection(0.0, 0.0)
+    seen = next((s["progress"] for s in stages if s["name"] == running), None)
+    return project(
+        read_spending(store, drafter.metadata.name),
+        running,
+        Progress.model_validate(seen) if seen else None,
+        now=time.time(),
+        price=drafter.spec.tracking.gpu_hour_price,
+        warm_up=find_warm_up(store, drafter.metadata.name),
+    )

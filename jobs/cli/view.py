@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dflash.planning.spending import Projection
 from dflash.progress import Progress
 from operators.local import Snapshot
 from operators.observed import STAGE_OF, STAGES, Stage
@@ -81,6 +82,7 @@ def describe(snapshot: Snapshot) -> str:
     if progress is None or snapshot.summary.phase not in _ACTIVE:
         return snapshot.summary.message
     parts = [amount(progress), pace(progress), figures(progress), progress.message]
+    parts += cost(snapshot.projection)
     return ", ".join(part for part in parts if part)
 
 
@@ -95,7 +97,8 @@ def render(name: str, snapshot: Snapshot) -> Group:
         lines.append(Text(message, style="yellow" if snapshot.trouble else "dim", overflow="fold"))
     at_work = snapshot.progress.get(snapshot.stage) if snapshot.stage else None
     if at_work is not None:
-        lines += [Text(sentence, style="dim", overflow="fold") for sentence in remarks(at_work)]
+        said = [*remarks(at_work), *cost(snapshot.projection)]
+        lines += [Text(sentence, style="dim", overflow="fold") for sentence in said]
     failure = snapshot.summary.failure
     if failure is not None:
         what = f"last failure: {failure.role} {failure.index} {failure.reason}: {failure.message}"
@@ -163,6 +166,24 @@ def remarks(progress: Progress) -> list[str]:
     """What a stage says of itself in sentences: the bottleneck, why it ends early, and what is wrong."""
     said = [progress.figures.get(name) for name in ("verdict", "early_stop")]
     return [str(sentence) for sentence in said if sentence] + [f"alert: {text}" for text in progress.alerts]
+
+
+def cost(projection: Projection) -> list[str]:
+    """What was spent, what failures wasted of it, and the end; nothing before anything was spent."""
+    if not projection.spent_gpu_hours:
+        return []
+    spent = f"spent {_hours(projection.spent_gpu_hours, projection.spent)}"
+    if projection.wasted_gpu_hours:
+        spent += f", of which failures wasted {_hours(projection.wasted_gpu_hours, projection.wasted)}"
+    if projection.gpu_hours is None or projection.ends_at is None:
+        return [spent]
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(projection.ends_at))
+    end = f"{projection.through} ends about {when}, at {_hours(projection.gpu_hours, projection.cost)}"
+    return [spent, end]
+
+
+def _hours(gpu_hours: float, money: float | None) -> str:
+    return f"{gpu_hours:.3g} GPU-hours" + ("" if money is None else f" (cost {money:,.2f})")
 
 
 def _number(value: float | str) -> str:

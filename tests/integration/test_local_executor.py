@@ -316,3 +316,18 @@ def test_status_is_told_during_a_run_and_after_it(place):
     after = orjson.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert (after["phase"], after["promoted"]) == ("ready", True)
     assert after["report"]["acceptance_length"]["pooled"] == 1.5
+    assert 0 < during["cost"]["spent_gpu_hours"] < after["cost"]["spent_gpu_hours"]
+    assert after["cost"]["wasted_gpu_hours"] == 0
+
+
+def test_what_failures_wasted_is_told_in_money(place):
+    place.declare(tracking={"gpuHourPrice": 3600.0})  # a second costs one
+    process = place.start(FAKE_STEPS="20", FAKE_PAUSE="0.2", CUDA_VISIBLE_DEVICES="")
+    time.sleep(1.5)
+    os.kill(place.wait_for("drafter"), signal.SIGKILL)
+    process.communicate(timeout=250)
+    assert process.returncode == 0, place.stderr
+    command = [sys.executable, "-m", "jobs.cli", "status", "--json", str(place.file)]
+    cost = orjson.loads(subprocess.run(command, capture_output=True, check=True).stdout)["cost"]
+    assert cost["spent"] == pytest.approx(3600 * cost["spent_gpu_hours"])
+    assert 0 < cost["wasted"] < cost["spent"] < 120

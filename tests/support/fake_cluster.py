@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from dflash.planning.spending import Spending
+from dflash.progress import Progress
 from dflash.resource import Drafter
 from dflash.resource.hashes import stage_hashes
 from dflash.resource.storage import Storage
@@ -145,6 +147,8 @@ class FakeStore(StoreView):
         super().__init__("fake")
         self.committed: set[str] = set()
         self.promoted: tuple[str, str] | None = None
+        self.spending = Spending()
+        self.progress: dict[Stage, Progress] = {}
 
     def look(self, drafter: Drafter, uid: str, at_work: Iterable[Stage], *, take_over: bool = False) -> Look:
         hashes = stage_hashes(drafter.spec, prompts="p", target="t")
@@ -154,10 +158,13 @@ class FakeStore(StoreView):
             evaluation=hashes.evaluation in self.committed,
             promoted=self.promoted == (hashes.drafter, hashes.evaluation),
         )
-        return Look(hashes, done, {}, {})
+        return Look(hashes, done, self.progress, {})
 
     def describe(self, drafter: Drafter, uid: str, stage: Stage) -> None:
         return
+
+    def account(self, drafter: Drafter, spending: Spending) -> None:
+        self.spending = spending
 
     def promote(self, drafter: Drafter, action: Promote) -> None:
         self.promoted = (action.drafter, action.evaluation)

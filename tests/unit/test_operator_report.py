@@ -125,6 +125,116 @@ def test_gpu_time_is_counted_once_for_pods_that_live_and_those_that_are_gone() -
     assert world.status()["stages"][0]["gpuSeconds"] == 600, "lost work stays counted"
 
 
+def test_what_was_spent_and_wasted_and_the_end_are_told_in_hours_and_money() -> None:
+    from tests.support.fake_cluster import timestamp_of
+
+    world = FakeCluster(tracking={"gpuHourPrice": 3.0}, training={"targets": 1, "drafters": 1})
+    world.store.committed.add(stage_of(world, "generation"))
+    operator = world.operator()
+    operator.reconcile("d")
+    world.controllers()
+
+    def hold(pod: dict[str, Any]) -> None:
+        pod["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 4}}
+        running = {"running": {"startedAt": timestamp_of(world.api.clock)}}
+        pod["status"]["containerStatuses"] = [{"name": "main", "state": running}]
+
+    for pod in world.live():
+        hold(pod)
+    world.store.progress["training"] = Progress(
+        stage="training",
+        done=50,
+        total=100,
+        eta_seconds=900,
+        updated_at=world.api.clock + 900.7,
+        figures={"bottleneck": "targets", "queue_depth": 12.0},
+    )
+    world.api.clock += 900.7  # a look is at no whole second
+    operator.reconcile("d")
+    cost = world.status()["cost"]
+    assert cost["spentGpuHours"] == "2.00"
+    assert cost["projectedGpuHours"] == "4.00"
+    assert (cost["spent"], cost["wasted"], cost["projected"]) == ("6.00", "0.00", "12.00")
+    assert cost["through"] == "training"
+    DrafterStatus.model_validate(world.status())
+    for _ in range(59):
+        world.api.clock += 1.3
+        operator.reconcile("d")
+    held = world.status()["stages"][1]["gpuSeconds"]
+    assert held == 8 * int(900.7 + 59 * 1.3), "no part of a second is counted twice"
+    assert world.store.spending.stages["training"].gpu_seconds == held
+    drafter = next(p for p in world.live() if p["metadata"]["labels"]["dflash.dev/role"] == "drafter")
+    world.end(drafter, 1)
+    world.store.progress.clear()
+    for _ in range(4):
+        world.controllers()
+        world.api.clock += 10
+        operator.reconcile("d")
+    for pod in world.live():
+        if "containerStatuses" not in pod["status"]:
+            hold(pod)
+    world.api.clock += 100
+    operator.reconcile("d")
+    wasted = world.status()["stages"][1]["wastedGpuSeconds"]
+    assert wasted >= 4 * 100 + 4 * 30, "the target waits and the new attempt starts for nothing new"
+    assert wasted < world.status()["stages"][1]["gpuSeconds"]
+    text = scrape([{"metadata": {"name": "d"}, "status": world.status()}])
+    assert f'dflash_drafter_wasted_gpu_seconds_total{{drafter="d",stage="training"}} {wasted}.0' in text
+    assert 'dflash_drafter_cost{drafter="d",kind="spent"}' in text
+
+
+def test_figures_of_the_running_stage_are_metrics_and_sentences_are_not() -> None:
+    status = {
+        "stage": "training",
+        "progress": {
+            "done": 1,
+            "total": 2,
+            "figures": {"queue_depth": "12", "verdict": "a sentence", "bottleneck": "targets", "loss": "nan"},
+        },
+        "alerts": ["one; do this", "two; do that"],
+        "cost": {"projected": "24.00", "endsAt": "2026-12-01T12:00:00Z", "through": "evaluation"},
+    }
+    text = scrape([{"metadata": {"name": "d"}, "status": status}])
+    assert 'dflash_drafter_figure{drafter="d",name="queue_depth",stage="training"} 12.0' in text
+    assert text.count("dflash_drafter_figure{") == 1
+    assert 'dflash_drafter_bottleneck{drafter="d",side="targets"} 1.0' in text
+    assert 'dflash_drafter_alerts{drafter="d"} 2.0' in text
+    assert 'dflash_drafter_cost{drafter="d",kind="projected"} 24.0' in text
+    assert (
+        'dflash_drafter_projected_end_timestamp_seconds{drafter="d",through="evaluation"} 1.7961264e+09'
+        in text
+    )
+
+
+def stage_of(world: FakeCluster, stage: str) -> str:
+    from dflash.resource.hashes import stage_hashes
+    from dflash.resource.load import Document, parse_resource
+
+    item = world.api.objects["drafters"]["d"]
+    spec = parse_resource(
+        Document("d", {k: item[k] for k in ("apiVersion", "kind", "metadata", "spec")})
+    ).spec
+    return {"generation": stage_hashes(spec, prompts="p", target="t").dataset}[stage]
+
+
+def scrape(items: list[dict[str, Any]]) -> str:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(
+        Figures(  # type: ignore[arg-type]
+            drafters=lambda: items,
+            queue_length=lambda: 0,
+            requests=dict,
+            actions=dict,
+            status_writes=lambda: 0,
+            watch_silence=dict,
+            relists=dict,
+        )
+    )
+    return generate_latest(registry).decode()
+
+
 def test_refusals_are_told_apart() -> None:
     error = _refusal(409, b'{"reason": "Conflict", "message": "changed"}')
     assert (error.status, error.reason, error.message) == (409, "Conflict", "changed")
