@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash.objective.fused_rows import Rows, compiled
+
 _CPU_CHUNK_BYTES = 16 << 20
 """One buffer of logits on a CPU: about what its last-level cache holds."""
 _GPU_CHUNK_BYTES = 512 << 20
@@ -132,45 +134,67 @@ def head_loss(
         features_gradient = torch.empty_like(correction.features)
         table_gradient = torch.zeros_like(correction.table, dtype=torch.float32)
     scratch = _Scratch(max((c.high - c.low for c in chunks), default=0), head)
+    rows_of = compiled() if head.is_cuda else None
     for chunk in chunks:
         part = slice(chunk.low, chunk.high)
         logits = torch.mm(hidden[part], head.t(), out=scratch.take("logits", chunk.high - chunk.low))
         if correction is not None:
             logits.addmm_(correction.features[part], correction.table.t())
-        label = labels[part, None]
-        top, winner = _first_maximum(logits)
-        label_logit = logits.gather(1, label).squeeze(1).float()
-        grad = torch.softmax(logits, 1, out=scratch.take("gradient", len(logits)))
-        normaliser = _normaliser(grad, top, winner)
-        correct[part] = winner == labels[part]
-        cross_entropy[part] = normaliser - label_logit
-        probability[part] = torch.exp(label_logit - normaliser)
-        weight[part] = weigh(chunk, correct[part], probability[part])
+        lines = None
         if teacher is not None and kl_weight > 0:
-            divergence[part] = _blend(
-                grad,
-                logits,
-                (top, winner, normaliser),
-                (teacher.states[chunk.top : chunk.end], teacher.rows[part] - chunk.top),
-                head,
-                kl_weight=kl_weight,
-                temperature=temperature,
-                scratch=scratch,
+            lines = teacher.states[chunk.top : chunk.end], teacher.rows[part] - chunk.top
+        label = labels[part]
+        if rows_of is not None:
+            taught, line = (None, None) if lines is None else (lines[0] @ head.t(), lines[1])
+            found = rows_of(logits, label, taught, line, kl_weight=kl_weight, temperature=temperature)
+        else:
+            found = _tiled_rows(
+                logits, label, lines, head, kl_weight=kl_weight, temperature=temperature, scratch=scratch
             )
-        # By flat index: scatter_add_ on a CPU copies the whole buffer, 3 % of a step.
-        lines = torch.arange(len(grad), device=grad.device) * grad.shape[1]
-        grad.view(-1).index_add_(0, lines + labels[part], grad.new_full(lines.shape, kl_weight - 1.0))
-        torch.mm(grad, head, out=gradient[part])
+        correct[part] = found.winner == label
+        cross_entropy[part] = found.cross_entropy
+        probability[part] = found.probability
+        divergence[part] = found.divergence
+        weight[part] = weigh(chunk, correct[part], probability[part])
+        torch.mm(found.gradient, head, out=gradient[part])
         if correction is not None and features_gradient is not None and table_gradient is not None:
-            torch.mm(grad, correction.table, out=features_gradient[part])
+            torch.mm(found.gradient, correction.table, out=features_gradient[part])
             weighted = correction.features[part] * weight[part, None].to(hidden.dtype)
-            table_gradient += grad.t() @ weighted
+            table_gradient += found.gradient.t() @ weighted
     gradient.mul_(weight[:, None])
     if features_gradient is not None:
         features_gradient.mul_(weight[:, None])
     return RowLosses(
         cross_entropy, divergence, probability, correct, weight, gradient, features_gradient, table_gradient
     )
+
+
+def _tiled_rows(
+    logits: Tensor,
+    labels: Tensor,
+    lines: tuple[Tensor, Tensor] | None,
+    head: Tensor,
+    *,
+    kl_weight: float,
+    temperature: float,
+    scratch: "_Scratch",
+) -> Rows:
+    """`fused_rows.rows_of` for a CPU, with the teacher's product: tiled reductions, buffers used again."""
+    top, winner = _first_maximum(logits)
+    label_logit = logits.gather(1, labels[:, None]).squeeze(1).float()
+    grad = torch.softmax(logits, 1, out=scratch.take("gradient", len(logits)))
+    normaliser = _normaliser(grad, top, winner)
+    divergence = torch.zeros_like(normaliser)
+    if lines is not None:
+        draft = (top, winner, normaliser)
+        divergence = _blend(
+            grad, logits, draft, lines, head, kl_weight=kl_weight, temperature=temperature, scratch=scratch
+        )
+    # By flat index: scatter_add_ copies the whole buffer, 3 % of a step.
+    flat = torch.arange(len(grad), device=grad.device) * grad.shape[1] + labels
+    grad.view(-1).index_add_(0, flat, grad.new_full(flat.shape, kl_weight - 1.0))
+    probability = torch.exp(label_logit - normaliser)
+    return Rows(grad, winner, normaliser - label_logit, probability, divergence)
 
 
 class _Scratch:
@@ -190,10 +214,10 @@ class _Scratch:
 def _first_maximum(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Each row's maximum, fp32 [r], and the first index that has it, as a greedy decoder picks it.
 
-    On a CPU the row is read once for the maxima of tiles, and then only the best tile for the index.
+    The row is read once for the maxima of tiles, and then only the best tile for the index.
     """
     width = logits.shape[1]
-    if logits.is_cuda or width < 4 * _TILE:
+    if width < 4 * _TILE:
         top, winner = logits.max(1)
         return top.float(), winner
     whole = width - width % _TILE

@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from dflash.model.mask import compilations
+from dflash.objective import fused_rows
 from dflash.objective import head_loss as module
 from dflash.objective.head_loss import Correction, Teacher, head_loss, plan_chunks
 
@@ -67,6 +69,38 @@ def test_values_and_gradients_equal_the_naive_ones(vocabulary, kl_weight, temper
     torch.testing.assert_close(found.probability.double(), (-cross).exp(), rtol=1e-4, atol=1e-7)
     assert torch.equal(found.correct, (hidden @ head.T).argmax(1) == labels)
     assert torch.equal(found.weight, weights)
+
+
+@pytest.mark.parametrize(("kl_weight", "temperature"), [(0.0, 1.0), (0.7, 2.0)])
+def test_what_a_gpu_compiles_gives_the_same(monkeypatch, kl_weight, temperature):
+    hidden, head, labels, teacher = problem(50, vocabulary=2500, lines=31, dtype=torch.float32)
+    settings = {"kl_weight": kl_weight, "temperature": temperature}
+    tiled = run(hidden, head, labels, teacher, **settings)
+    for rows_of in (fused_rows.rows_of, fused_rows.compiled()):
+        monkeypatch.setattr(
+            module, "_tiled_rows", lambda *given, f=rows_of, **more: _as_on_a_gpu(f, *given, **more)
+        )
+        found = run(hidden, head, labels, teacher, **settings)
+        for field in ("cross_entropy", "divergence", "probability", "gradient"):
+            torch.testing.assert_close(getattr(found, field), getattr(tiled, field), rtol=1e-4, atol=1e-5)
+        assert torch.equal(found.correct, tiled.correct)
+
+
+def test_chunks_of_many_lengths_are_compiled_a_few_times():
+    hidden, head, labels, teacher = problem(64, vocabulary=700, lines=40, dtype=torch.float32)
+    torch._dynamo.reset()
+    traced = torch.compile(fused_rows.rows_of, backend="eager")
+    before = compilations()
+    for rows in (64, 50, 31, 17, 9, 40, 23):
+        line = teacher.rows[:rows]
+        teachers = teacher.states[: int(line.max()) + 1] @ head.T
+        traced(hidden[:rows] @ head.T, labels[:rows], teachers, line, kl_weight=0.7, temperature=1.0)
+    assert compilations() - before <= 3
+
+
+def _as_on_a_gpu(rows_of, logits, labels, lines, head, *, scratch, **settings):
+    taught, line = (None, None) if lines is None else (lines[0] @ head.t(), lines[1])
+    return rows_of(logits, labels, taught, line, **settings)
 
 
 def test_a_half_precision_gradient_is_close_to_the_exact_one():
