@@ -79,6 +79,8 @@ class Served:
             raise ConfigurationError(
                 f"{_SIMULATION} is set, which makes SGLang report an invented acceptance; unset it"
             )
+        for contender, shape in shapes.items():
+            _check_servable(contender, shape)
         self._spec = spec
         self._shapes = shapes
         self._store = store
@@ -118,8 +120,6 @@ class Served:
         if missing or judging:
             async with self._server(contender) as server:
                 await self._check_settings(contender, server, found)
-                if missing:
-                    await self._warm_up(server)
                 for concurrency, repeat in missing:
                     measured = await self._measure(server, contender, concurrency, repeat)
                     self._store.put_json(self._record(contender, concurrency, repeat), measured)
@@ -177,8 +177,11 @@ class Served:
             )
 
     async def _warm_up(self, server: "_Server") -> None:
-        for question in self._questions[:_WARM_UP_ANSWERS]:
-            await server.generate(self._body(question, _WARM_UP_TOKENS))
+        """First answers of a fresh server are slow, and may be its last: they are not measured."""
+        if not server.warm:
+            for question in self._questions[:_WARM_UP_ANSWERS]:
+                await server.generate(self._body(question, _WARM_UP_TOKENS))
+            server.warm = True
 
     async def _measure(
         self, server: "_Server", contender: str, concurrency: int, repeat: int
@@ -187,6 +190,7 @@ class Served:
         warnings: list[str] = []
         for attempt in range(_TRIES):
             try:
+                await self._warm_up(server)
                 await server.flush_cache()
                 before = await server.counters()
                 started = time.perf_counter()
@@ -333,6 +337,16 @@ def _sorted_together(emitted: list[int], accepted: list[int]) -> tuple[list[int]
     return [e for e, _ in pairs], [a for _, a in pairs]
 
 
+def _check_servable(contender: str, shape: DraftShape) -> None:
+    """SGLang takes a tap where the next layer begins; asked for the last, it dies at its first answer."""
+    last = shape.target_layers - 1
+    if last in shape.taps:
+        raise ConfigurationError(
+            f"{contender} taps layer {last}, the target's last, which SGLang cannot read; train with taps "
+            f"below {last}, or measure with evaluation.engine transformers"
+        )
+
+
 def _cross_check(
     contender: str, answers: Sequence[Answer], before: dict[str, float], after: dict[str, float]
 ) -> list[str]:
@@ -360,6 +374,8 @@ class _Server:
     def __init__(self, server: ServerProcess | str) -> None:
         self._server = server
         self._client: HttpClient | None = None
+        self.warm = False
+        """Whether it has answered since it was started."""
 
     async def __aenter__(self) -> "_Server":
         await self._start()
@@ -387,6 +403,7 @@ class _Server:
         self._client = HttpClient(self._server.url)
 
     async def _stop(self) -> None:
+        self.warm = False
         if self._client is not None:
             self._client.close()
         if isinstance(self._server, ServerProcess):

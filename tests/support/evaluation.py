@@ -20,20 +20,25 @@ DATASET, RUN, EVALUATION = "d" * 16, "a" * 16, "e" * 16
 
 
 def write_resource(
-    folder: Path, store: Store, *, evaluation: Mapping[str, Any] | None = None, target: Path | None = None
+    folder: Path,
+    store: Store,
+    *,
+    evaluation: Mapping[str, Any] | None = None,
+    target: Path | None = None,
+    prompts: int = 40,
 ) -> Path:
-    """A resolved resource file, with 40 prompts of which about half are held out."""
+    """A resolved resource file, with so many prompts, of which about half are held out."""
     target = target or save_tiny_target(folder / "target", "llama", layers=5)
-    prompts = folder / "prompts.jsonl"
+    path = folder / "prompts.jsonl"
     rows = [
         {
             "id": f"p{i}",
             "group": ("code", "talk")[i % 2] + str(i % 10),
             "prompt": f"Question number {i}, please.",
         }
-        for i in range(40)
+        for i in range(prompts)
     ]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     location = store.location
     resource = {
         "apiVersion": "dflash.dev/v1alpha1",
@@ -41,7 +46,7 @@ def write_resource(
         "metadata": {"name": "tiny"},
         "spec": {
             "target": {"model": str(target), "dtype": "float32"},
-            "prompts": {"uri": str(prompts), "holdOut": 0.5},
+            "prompts": {"uri": str(path), "holdOut": 0.5},
             "storage": {"uri": location.uri, "endpoint": location.endpoint, "region": location.region},
             "drafter": {
                 "layers": 1,
@@ -60,9 +65,9 @@ def write_resource(
             "tracking": {"wandb": {"enabled": False}},
         },
     }
-    path = folder / "drafter.json"
-    path.write_text(json.dumps(resource))
-    return path
+    file = folder / "drafter.json"
+    file.write_text(json.dumps(resource))
+    return file
 
 
 def commit_export(store: Store, resource: Drafter, seed: int = 0) -> None:

@@ -1,6 +1,7 @@
 """What SGLang says is counted as everywhere here, read back, and not believed where it disagrees."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,5 +103,14 @@ def test_a_simulated_acceptance_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigurationError, match="invented acceptance; unset it"):
         Served(
             None, {"dflash": Path()}, {"dflash": shape()}, hybrid=False, context=10, store=None, name="e",
+            questions=[], ledger=None, on_answer=lambda _: None,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_a_tap_that_the_server_cannot_read_is_refused_before_it_starts() -> None:
+    last = replace(shape(), taps=(1, shape().target_layers - 1))
+    with pytest.raises(ConfigurationError, match="which SGLang cannot read; train with taps below"):
+        Served(
+            None, {"dflash": Path()}, {"dflash": last}, hybrid=False, context=10, store=None, name="e",
             questions=[], ledger=None, on_answer=lambda _: None,
         )  # type: ignore[arg-type]  # fmt: skip
