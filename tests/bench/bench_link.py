@@ -49,7 +49,7 @@ class RawPair:
         self.link = TensorLink(
             store, "raw", TARGET_RANK, address="127.0.0.1", backend="gloo", timeout=60, device=CPU
         )
-        self.buffer = torch.zeros(size, dtype=torch.uint8)
+        self.buffer = torch.randint(0, 256, (size,), dtype=torch.uint8)
 
     def seconds(self, count: int) -> float:
         began = time.perf_counter()
@@ -70,7 +70,7 @@ def ratio(tokens: int, repeats: int, sends: int) -> float:
     raw, linked = [], []
     with tempfile.TemporaryDirectory() as path:
         folder = Folder(Path(path))
-        capture = partial(block_capture, WIDE, tokens)
+        capture = partial(block_capture, WIDE, TOKEN_BUDGET)
         with target_process(folder, 0, capture, token_budget=TOKEN_BUDGET):
             pair = RawPair(size)
             depth = 3 * TOKEN_BUDGET // tokens
