@@ -84,6 +84,26 @@ class Member:
 
 
 @dataclass(frozen=True)
+class Timeouts:
+    """Seconds. Every wait of a drafter's client has one."""
+
+    hello: float = 15.0
+    """From connecting until the first tensors could flow."""
+    heartbeat: float = 0.5
+    """Between two pings."""
+    silence: float = 20.0
+    """Without a word from a target: it hangs, or the network is cut."""
+    request: float = 180.0
+    """From asking for a sample until it is here."""
+    transfer: float = 60.0
+    """For one transfer that was announced."""
+    discovery: float = 1.0
+    """Between two looks at who the targets are."""
+    no_target: float = 600.0
+    """Without any live target: then TemporaryError."""
+
+
+@dataclass(frozen=True)
 class TargetStats:
     """One target as a drafter sees it."""
 

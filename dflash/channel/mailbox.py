@@ -13,14 +13,17 @@ class Mailbox(Generic[Item]):
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
+        self._woken = False
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
 
     def put(self, item: Item) -> None:
-        """Add an item and wake the reader."""
+        """Add an item and wake the reader, unless it has been woken and has not looked yet."""
         self._items.append(item)
-        self.wake()
+        if not self._woken:
+            self._woken = True
+            self.wake()
 
     def wake(self) -> None:
         """Make the reader look, with or without an item."""
@@ -37,6 +40,8 @@ class Mailbox(Generic[Item]):
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
+        # Between emptying the pipe and the items: whoever finds this still set has put its item already.
+        self._woken = False
         items = []
         while self._items:
             items.append(self._items.popleft())

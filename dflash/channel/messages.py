@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-VERSION = 1
+VERSION = 2
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAME_BYTES = 1 << 28
 MAX_SAMPLES = 4096

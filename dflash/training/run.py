@@ -17,8 +17,8 @@ import orjson
 import torch
 
 from dflash import layout
-from dflash.channel.client import HiddenStateClient, Timeouts
-from dflash.channel.interface import Identity
+from dflash.channel.client import HiddenStateClient
+from dflash.channel.interface import Identity, Timeouts
 from dflash.channel.keys import KeyPair
 from dflash.channel.members import MemberDirectory
 from dflash.data.dataset import Dataset

@@ -282,6 +282,7 @@ def test_a_network_cut_in_half_is_silence_and_heals(member_folder, start_target,
         ("wrong length", "were announced"),
         ("not asked for", "was not asked for"),
         ("garbage", "bad control message"),
+        ("cut off", "bad control message"),
     ],
 )
 def test_bad_replies_are_fetched_elsewhere_and_end_the_link(member_folder, start_target, fault, cause):

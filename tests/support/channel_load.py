@@ -30,14 +30,20 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.support.channel_load"])
 
 
-def block_capture(identity: Identity, longest: int) -> Callable[[list[np.ndarray]], list[States]]:
-    """States are slices of one block: no compute, no allocation."""
+def block_capture(identity: Identity, tokens: int) -> Callable[[list[np.ndarray]], list[States]]:
+    """States are slices of one block, one behind the other as long as it reaches: no compute, no allocation."""
     dtype = torch.bfloat16 if identity.dtype == "bfloat16" else torch.float32
-    taps = torch.randn(longest, identity.hidden_size * len(identity.taps)).to(dtype)
-    final = torch.randn(longest, identity.hidden_size).to(dtype) if identity.final else None
+    taps = torch.randn(tokens, identity.hidden_size * len(identity.taps)).to(dtype)
+    final = torch.randn(tokens, identity.hidden_size).to(dtype) if identity.final else None
 
     def capture(batch: list[np.ndarray]) -> list[States]:
-        return [States(taps[: len(ids)], final[: len(ids)] if final is not None else None) for ids in batch]
+        states, start = [], 0
+        for ids in batch:
+            start = start if start + len(ids) <= tokens else 0
+            part = slice(start, start + len(ids))
+            states.append(States(taps[part], final[part] if final is not None else None))
+            start += len(ids)
+        return states
 
     return capture
 

@@ -7,6 +7,7 @@ Processes are forked from a server that has imported torch already, so they star
 
 import ctypes
 import dataclasses
+import itertools
 import json
 import logging
 import multiprocessing
@@ -19,9 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dflash.channel.client import HiddenStateClient, Timeouts
-from dflash.channel.interface import Identity, Member, Request
+from dflash.channel import messages
+from dflash.channel.client import HiddenStateClient
+from dflash.channel.control import Control
+from dflash.channel.interface import Identity, Member, Request, Timeouts
 from dflash.channel.keys import Authority, KeyPair
+from dflash.channel.sending import Sender
 from dflash.channel.server import HiddenStateServer
 from dflash.model.states import States
 
@@ -72,34 +76,41 @@ class Folder:
         return keys
 
 
-class FaultyServer(HiddenStateServer):
-    """Does one thing wrong on the wire."""
+def break_wire(fault: str) -> None:
+    """Make every sender of this process do one thing wrong."""
+    transmit, send = Sender.transmit, Control.send
+    batches = itertools.count()
 
-    fault = ""
-    pace = 0.0
-
-    def _transmit(self, tensors, flat):
-        sent = flat
-        if self.fault == "corrupt":
-            sent = flat.clone()
-            sent[len(sent) // 3] ^= 1
-        elif self.fault == "truncate":
-            sent = flat[: len(flat) // 2]
-        elif self.fault == "die mid-send" and self._counts["batches"] >= 3:
+    def faulty_transmit(tensors, transfers):
+        last = transfers[-1]
+        if fault == "corrupt":
+            last = last.clone()
+            last[len(last) // 3] ^= 1
+        elif fault == "truncate":
+            last = last[: len(last) // 2]
+        elif fault == "delay" and next(batches) == 2:
+            time.sleep(20.0)
+        elif fault == "die mid-send" and next(batches) >= 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._transmit(tensors, sent)
+        return transmit(tensors, [*transfers[:-1], last])
 
-    def _send(self, router, route, message):
-        if self.fault == "wrong length" and message.kind == "batch":
+    def faulty_send(self, router, route, message):
+        if fault == "wrong length" and message.kind == "batch":
             items = [item.model_copy(update={"length": item.length + 1}) for item in message.items]
             message = message.model_copy(update={"items": items})
-        elif self.fault == "garbage" and message.kind == "batch":
+        elif fault == "garbage" and message.kind == "batch":
             router.send_multipart([route, b'{"kind": "batch", "number": '])
             return
-        elif self.fault == "not asked for" and message.kind == "batch":
+        elif fault == "cut off" and message.kind == "batch":
+            router.send_multipart([route, messages.encode(message)[:-20]])
+            return
+        elif fault == "not asked for" and message.kind == "batch":
             items = [item.model_copy(update={"index": item.index + 10_000}) for item in message.items]
             message = message.model_copy(update={"items": items})
-        super()._send(router, route, message)
+        send(self, router, route, message)
+
+    Sender.transmit = staticmethod(faulty_transmit)
+    Control.send = faulty_send
 
 
 def faulty_capture(identity: Identity, fault: str, pace: float):
@@ -150,7 +161,8 @@ def run_target(folder: Path, index: int, fault: str, options: dict, results) -> 
     identity = dataclasses.replace(IDENTITY, **options.pop("identity", {}))
     members = Folder(folder)
     keys = KeyPair.generate()
-    server = FaultyServer(
+    break_wire(fault)
+    server = HiddenStateServer(
         faulty_capture(identity, fault, options.pop("pace", 0.0)),
         identity,
         run=options.pop("run", "run-1"),
@@ -158,7 +170,6 @@ def run_target(folder: Path, index: int, fault: str, options: dict, results) -> 
         authority=Authority(members.public_keys),
         **options,
     )
-    server.fault = fault
     signal.signal(signal.SIGTERM, lambda *_: server.request_stop())
     server.start()
     published = KeyPair.generate() if fault == "publishes a wrong key" else keys

@@ -18,7 +18,16 @@ from dflash.channel.members import at_addresses
 from dflash.channel.packing import pick
 from dflash.channel.shares import RecentShare
 from dflash.channel.verify import find_faults
-from dflash.channel.wire import checksum, describe_mismatch, flat_bytes, pack, unpack
+from dflash.channel.wire import (
+    checksum,
+    describe_mismatch,
+    flat_bytes,
+    gathered_bytes,
+    pack,
+    slots,
+    transfer_sizes,
+    unpack,
+)
 from dflash.model.states import States
 
 IDENTITY = Identity(fingerprint="f", taps=(1, 4, 7), hidden_size=8, dtype="bfloat16", final=True)
@@ -82,31 +91,82 @@ def test_ids_that_are_not_as_many_as_announced_are_refused():
 # The buffer's layout
 
 
+def packed(states, identity, number, *, direct=False):
+    """The transfers of a batch, as a sender makes them."""
+    lengths = [len(sample.taps) for sample in states]
+    buffer = torch.empty(gathered_bytes(lengths, identity, direct) + 100, dtype=torch.uint8)
+    return pack(states, identity, number, buffer, direct=direct)
+
+
+def carried(transfers, lengths, identity, *, direct=False):
+    """A receive buffer that was used before, after these transfers."""
+    flat = torch.full((flat_bytes(sum(lengths), identity),), 1, dtype=torch.uint8)
+    for sent, slot in zip(transfers, slots(flat, lengths, identity, direct), strict=True):
+        slot[: len(sent)] = sent
+    return flat
+
+
 @pytest.mark.parametrize("final", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_states_survive_the_journey(dtype, final):
-    identity = Identity("f", (0, 2), 6, dtype, final)
-    sent = [random_states(length, identity, seed=length) for length in (1, 5, 3)]
-    size = flat_bytes(9, identity)
-    flat = pack(sent, identity, 12, torch.empty(size + 100, dtype=torch.uint8))
-    assert len(flat) == size
-    received = unpack(flat.clone(), [1, 5, 3], identity, 12)
+@pytest.mark.parametrize("large", [0, 1, 2])
+def test_states_survive_the_journey(dtype, final, large):
+    """`large`: which sample's taps, or final state too, are too large to be gathered."""
+    identity = Identity("f", (0, 2), 64, dtype, final)
+    lengths = [1, 5, 3]
+    lengths[large] = 5000 if large else 1
+    sent = [random_states(length, identity, seed=length) for length in lengths]
+    transfers = packed(sent, identity, 12, direct=True)
+    assert [len(part) for part in transfers] == transfer_sizes(lengths, identity, direct=True)
+    assert (len(transfers) > 1) == bool(large)
+    received = unpack(carried(transfers, lengths, identity, direct=True), lengths, identity, 12)
     for a, b in zip(sent, received, strict=True):
         assert torch.equal(a.taps, b.taps)
         assert (a.final is None and b.final is None) or torch.equal(a.final, b.final)
 
 
-def test_a_buffer_of_another_send_is_not_opened():
-    flat = pack([random_states(4)], IDENTITY, 5, torch.empty(flat_bytes(4, IDENTITY), dtype=torch.uint8))
+def test_large_states_are_sent_from_where_they_lie():
+    identity = Identity("f", (0, 2), 64, "float32", False)
+    sample = random_states(5000, identity)
+    first, trailer = packed([sample], identity, 0, direct=True)
+    assert first.data_ptr() == sample.taps.data_ptr()
+    assert len(trailer) == 8
+    assert len(packed([sample], identity, 0)) == 1  # gathered where that is asked for
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.booleans(), st.booleans())
+def test_both_ends_cut_alike_and_lose_nothing(lengths, final, direct):
+    identity = Identity("f", (0, 2, 5), 96, "bfloat16", final)
+    sizes = transfer_sizes(lengths, identity, direct)
+    assert sum(sizes) == flat_bytes(sum(lengths), identity)
+    assert gathered_bytes(lengths, identity, direct) <= sum(sizes)
+    assert direct or len(sizes) == 1
+
+
+@pytest.mark.parametrize("short", [0, 1, 2])
+def test_a_short_transfer_is_noticed_whichever_it_is(short):
+    identity = Identity("f", (0, 2), 64, "bfloat16", False)
+    lengths = [5000, 3, 4500]
+    transfers = packed([random_states(n, identity) for n in lengths], identity, 3, direct=True)
+    assert len(transfers) == 4
+    transfers[short] = transfers[short][:-64]
+    states = unpack(carried(transfers, lengths, identity, direct=True), lengths, identity, 3)
+    faults = find_faults(states, identity)
+    assert [bool(fault) for fault in faults] == [index == short for index in range(3)]
+
+
+def test_a_buffer_of_another_batch_is_not_opened():
+    (flat,) = packed([random_states(4)], IDENTITY, 5)
     assert unpack(flat, [4], IDENTITY, 6) is None
 
 
 @given(st.integers(0, 4 * 32 * 2 - 1), st.integers(0, 7))
 def test_the_checksum_notices_any_flipped_bit(byte, bit):
-    flat = pack([random_states(4)], IDENTITY, 0, torch.empty(flat_bytes(4, IDENTITY), dtype=torch.uint8))
-    before = checksum(flat)
+    (flat,) = packed([random_states(4)], IDENTITY, 0)
+    before = checksum([flat])
+    assert checksum([flat[:100], flat[100:]]) == before  # however it is cut
     flat[byte] ^= 1 << bit
-    assert checksum(flat) != before
+    assert checksum([flat]) != before
 
 
 @pytest.mark.parametrize(
