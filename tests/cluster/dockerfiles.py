@@ -7,12 +7,16 @@ kept in the cache. Needs root on Debian. Not how users build: that is `images/RE
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 from tests.cluster.binaries import CannotRun
 from tests.cluster.images import REPOSITORY
 
 BASE = "docker.io/library/python:3.11-slim-bookworm"
+ENGINE_BASE = "docker.io/lmsysorg/sglang:v0.5.23"
+ENGINE = Path("/opt/engine")
+"""Where the stand-in for SGLang's own image looks for the engine's packages: mounted, not copied."""
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash" / "images"
 _STORAGE = [
     "--storage-driver",
@@ -50,8 +54,27 @@ def base() -> None:
     shutil.rmtree(root)
 
 
-def build(name: str, archive: Path) -> int:
-    """Build images/NAME/Dockerfile as localhost/dflash-NAME:built into an archive; its size in bytes."""
+def engine_base() -> None:
+    """A stand-in for SGLang's image, once: Python that finds packages in `ENGINE` too.
+
+    The engine's own 20 GB image comes from a registry, and none is reachable.
+    """
+    if _buildah("images", "-q", ENGINE_BASE, check=False):
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "engine.pth")
+        path.write_text(f"{ENGINE}\n")
+        path.chmod(0o644)
+        container = _buildah("from", "--pull-never", BASE)
+        _buildah("add", container, str(path), "/usr/local/lib/python3.11/dist-packages/")
+        _buildah("commit", "--rm", container, ENGINE_BASE)
+
+
+def build(name: str, archive: Path, packages: Path | None = None) -> int:
+    """Build images/NAME/Dockerfile as localhost/dflash-NAME:built into an archive; its size in bytes.
+
+    packages: what to mount at `ENGINE` while it is built.
+    """
     tag = f"localhost/dflash-{name}:built"
     # The registry mirrors and certificates of this machine: the base has none.
     mounts = [
@@ -59,6 +82,8 @@ def build(name: str, archive: Path) -> int:
         for path in ("/etc/ssl/certs", "/etc/resolv.conf", "/etc/pip.conf")
         if Path(path).exists()
     ]
+    if packages is not None:
+        mounts.append(f"-v={packages}:{ENGINE}:ro")
     _buildah(
         "bud", "--layers", "--isolation", "chroot", "--network", "host", "--pull-never", *mounts,
         "-f", f"images/{name}/Dockerfile", "-t", tag, ".",

@@ -1,6 +1,6 @@
 """The images that users get, built from their Dockerfiles and run on the cluster.
 
-The operator's is built whenever the cluster's tests run, the 6 GB one with torch in `make soak` only.
+The operator's is built whenever the cluster's tests run, the large ones in `make soak` only.
 """
 
 from collections.abc import Iterator
@@ -12,20 +12,23 @@ import pytest
 from tests.cluster import dockerfiles
 from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import Object, small_drafter
+from tests.cluster.images import REPOSITORY
 from tests.cluster.release import FILES, Release
 
 PLAIN: Object = {"command": ["python"], "volumes": [], "volumeMounts": []}
 """Nothing of this machine is mounted."""
 
 
-def _imported(cluster: Cluster, name: str, folder: Path) -> str:
+def _imported(cluster: Cluster, name: str, folder: Path, packages: Path | None = None) -> str:
     """Build an image, make it known to the node; its name."""
     if not cluster.throwaway:
         pytest.skip("images are imported into the throwaway cluster: unset DFLASH_TEST_KUBECONFIG")
     dockerfiles.install()
     dockerfiles.base()
     archive = folder / f"{name}.tar"
-    size = dockerfiles.build(name, archive)
+    if packages is not None:
+        dockerfiles.engine_base()
+    size = dockerfiles.build(name, archive, packages)
     print(f"{name} image: {size / 2**20:.0f} MiB unpacked, base included")
     cluster.import_image(archive)
     archive.unlink()
@@ -92,3 +95,32 @@ def test_the_train_image_makes_a_drafter_on_cpus(cluster: Cluster, files: Path, 
         release.wait_condition("built", "Ready", "True", 900)
         (pod,) = release.pods("built", "evaluate", alive=False)
         assert pod["spec"]["containers"][0]["image"] == images["train"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_the_serve_image_generates_with_the_engines_own_packages(
+    cluster: Cluster, files: Path, tmp_path: Path
+) -> None:
+    packages = REPOSITORY / ".venv-serve" / "lib" / "python3.11" / "site-packages"
+    if not packages.exists():
+        pytest.skip("the engine's packages are not installed: make serve-env")
+    image = _imported(cluster, "serve", tmp_path, packages)
+    paths = {"files": (str(files), FILES), "engine": (str(packages), str(dockerfiles.ENGINE))}
+    serving: Object = {
+        "image": "serve",
+        "command": ["python"],
+        "volumes": [{"name": n, "hostPath": {"path": p, "type": "Directory"}} for n, (p, _) in paths.items()],
+        "volumeMounts": [{"name": n, "mountPath": at, "readOnly": True} for n, (_, at) in paths.items()],
+    }
+    # Generation and evaluation by this image, all else by the machine's Python.
+    values: Object = {"images": {"serve": image}, "roles": {"generate": serving, "evaluate": serving}}
+    with _release(cluster, files, "built-serve", values) as release:
+        release.apply(small_drafter("built"))
+        release.wait_condition("built", "Ready", "True", 600)
+        for role in ("generate", "evaluate"):
+            (ran,) = release.pods("built", role, alive=False)
+            assert ran["spec"]["containers"][0]["image"] == image
+    inside = "import dflash, sglang, torch; print(sglang.__version__, torch.__version__)"
+    arguments = ["--rm", "--mount", f"type=bind,src={packages},dst={dockerfiles.ENGINE},options=rbind:ro"]
+    assert cluster.ctr("run", *arguments, image, "imports", "python", "-c", inside) == 0

@@ -5,6 +5,7 @@ The Drafters use one place in the store, so that one finds what another has made
 
 import json
 import re
+from functools import partial
 
 import pytest
 
@@ -159,7 +160,7 @@ def test_the_operator_may_be_killed_in_every_stage_and_nothing_runs_twice(releas
     release.apply(small_drafter("orphan"))
     made: set[tuple[str, str]] = set()
     for role in ("generate", "drafter", "evaluate"):
-        release.wait(f"a pod to {role}", lambda role=role: release.pods("orphan", role), 200, "orphan")
+        release.wait(f"a pod to {role}", partial(release.pods, "orphan", role), 200, "orphan")
         made |= set(release.jobs("orphan").items())
         # SIGKILL: the Lease is not released, so the next one has to wait until it has expired.
         operator = ("pod", "-l", "app.kubernetes.io/component=operator")
