@@ -63,8 +63,9 @@ class Accounts:
         Stages that overlap for a moment share it.
         """
         since, self._counted_at = self._counted_at, now
-        for stage in at_work if since is not None else ():
-            seconds = self._gpus * max(0.0, now - since) / len(at_work)
+        elapsed = 0.0 if since is None else max(0.0, now - since)
+        for stage in at_work:
+            seconds = self._gpus * elapsed / len(at_work)
             wasted = catching_up(record, stage, self._done.get(stage, 0.0))
             self.spending = self.spending.adding(stage, seconds, wasted=wasted)
         self._done = {stage: seen.done for stage, seen in progress.items()}

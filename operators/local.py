@@ -87,6 +87,11 @@ class Home:
         """The trained drafter, ready to serve."""
         return self.folder / "drafters" / self.name
 
+    @property
+    def warm_up(self) -> Path:
+        """What the last warm-up on this machine measured."""
+        return self.folder / "run" / self.name / "warm-up.json"
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """One executor per Drafter on this machine; TemporaryError when there is another."""

@@ -102,6 +102,7 @@ class Worker:
     async def _start_engine(self) -> None:
         await self._engine.start()
         await check_engine(self._engine, self._renderer, self._job.max_tokens)
+        self._meter = Meter()  # rates are of answering, not of starting
 
     async def _unless_stopped(self, work: Coroutine[None, None, None]) -> None:
         """Do something, but drop it when a request to stop comes."""
@@ -179,7 +180,7 @@ class Worker:
             lane.add_done_callback(self._ended)
 
     def _todo(self) -> Iterator[Prompt]:
-        for prompt in self._prompts(PromptCounts()):
+        for prompt in self._prompts(PromptCounts(earlier=self._counts)):
             mine = self._job.is_mine(prompt) and not is_held_out(prompt, self._job.hold_out)
             if mine and prompt.key not in self._committer.done:
                 yield prompt

@@ -40,8 +40,20 @@ def run(
         bool,
         typer.Option("--take-over", help="Take the storage location over from where the Drafter was before."),
     ] = False,
+    warm_up: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Instead of the run: the whole chain on one percent of the prompts, in about this time, as "
+            "5m; ends in go (exit code 0) or no-go, and keeps measured rates for `dflash plan`.",
+        ),
+    ] = None,
 ) -> None:
     """Make a Drafter true on this machine: generate, train, evaluate; what is done already is kept."""
+    if warm_up is not None:
+        from jobs.cli.warm_up import seconds_of, warm_up_file
+
+        raise typer.Exit(warm_up_file(file, seconds_of(warm_up), plain=plain))
     from jobs.cli.run import run_file
 
     raise typer.Exit(run_file(file, plain=plain, take_over=take_over))
@@ -83,9 +95,16 @@ def plan(
         float | None, typer.Option(min=1, help="Mean length of an answer, thinking included.")
     ] = None,
     gpu: Annotated[
-        str, typer.Option(help="A GPU and how many, as b200:7, or a JSON file with a profile.")
-    ] = "h100",
-    price: Annotated[float | None, typer.Option(min=0, help="Of one GPU for one hour.")] = None,
+        str | None,
+        typer.Option(
+            help="A GPU and how many, as b200:7, or a JSON file with a profile. Default: what a warm-up ran "
+            "on, else h100."
+        ),
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(min=0, help="Of one GPU for one hour. Default: spec.tracking.gpuHourPrice."),
+    ] = None,
     network: Annotated[
         float | None,
         typer.Option(min=0.001, help="Gbit/s of a pod. Default: all GPUs are in one node."),
@@ -94,7 +113,10 @@ def plan(
         Path | None, typer.Option(help="The target's config.json, where target.model is not at hand.")
     ] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="JSON file with measured rates, which replace estimates.")
+        Path | None,
+        typer.Option(
+            help="JSON file with measured rates, which replace estimates. Default: what a warm-up measured."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
 ) -> None:

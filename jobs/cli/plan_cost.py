@@ -4,7 +4,8 @@ Reads no weights and starts nothing. The arithmetic is `dflash.planning`; here a
 be counted in the prompts' file, and the tables.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ from dflash.model.facts import TargetFacts
 from dflash.model.shape import DraftShape, resolve_shape
 from dflash.model.source import model_folder
 from dflash.planning.assumptions import Assumptions
-from dflash.planning.hardware import Gpu, find_gpu
+from dflash.planning.hardware import GPUS, Gpu, find_gpu
 from dflash.planning.job import Job, Measured
 from dflash.planning.memory import PodMemory
 from dflash.planning.rates import rates
 from dflash.planning.run_plan import COUNTS, Row, RunPlan, estimate_errors, plan_run
-from dflash.resource import DrafterSpec
+from dflash.planning.warm_up import WarmUp, settings_of
+from dflash.resource import Drafter, DrafterSpec
 from dflash.resource.load import load_resource
+from jobs.cli.connect import home_of
 
 _CHARACTERS_PER_TOKEN = 4.0
 _WIDTH = 140
@@ -41,7 +44,7 @@ class Flags:
     prompts: int | None = None
     prompt_tokens: float | None = None
     response_tokens: float | None = None
-    gpu: str = "h100"
+    gpu: str | None = None
     price: float | None = None
     network: float | None = None
     config: Path | None = None
@@ -60,11 +63,15 @@ def plan_file(file: Path, flags: Flags, *, as_json: bool) -> None:
 
 def make_plan(file: Path, flags: Flags) -> tuple[RunPlan, dict[str, float]]:
     """The plan, and by how much the estimates were off where rates were measured."""
-    spec = load_resource(file).spec
+    drafter = load_resource(file)
+    spec = drafter.spec
     # What is cheap to check comes first; the facts may have to come from the hub.
-    gpu, asked = _gpu(flags.gpu)
+    warm_up = None if flags.measured is not None else _warm_up(drafter, file)
+    gpu, asked = _gpu(flags.gpu or _same_gpu(warm_up))
     measured = _measured(flags.measured)
-    assumed, answers = _amounts(spec, flags)
+    if warm_up is not None:
+        measured = Measured(warm_up.generation, warm_up.target, warm_up.drafter)
+    assumed, answers = _amounts(spec, flags, warm_up)
     facts = _facts(spec, flags.config)
     if spec.generation.in_flight is not None:
         assumed = assumed.known("generation.inFlight", concurrency=float(spec.generation.in_flight))
@@ -74,11 +81,13 @@ def make_plan(file: Path, flags: Flags) -> tuple[RunPlan, dict[str, float]]:
         spec=spec,
         answers=answers,
         gpu=gpu,
-        price=flags.price,
+        price=spec.tracking.gpu_hour_price if flags.price is None else flags.price,
         network=None if flags.network is None else flags.network * 1e9 / 8,
         measured=measured,
     )
     plan = plan_run(job, assumed, sorted({*COUNTS, *asked}))
+    if warm_up is not None:
+        plan = replace(plan, notes=(*plan.notes, _source(warm_up, gpu)))
     if job.measured is None:
         return plan, {}
     unmeasured = Job(facts, job.shape, spec, answers, gpu, network=job.network)
@@ -116,9 +125,16 @@ def _gpu(text: str) -> tuple[Gpu, list[int]]:
     return find_gpu(name), [int(count)]
 
 
-def _amounts(spec: DrafterSpec, flags: Flags) -> tuple[Assumptions, float]:
-    """Answers to generate and their lengths: from flags, else from the prompts' file."""
+def _amounts(spec: DrafterSpec, flags: Flags, warm_up: WarmUp | None) -> tuple[Assumptions, float]:
+    """Answers to generate and their lengths: from flags, else a warm-up, else the prompts' file."""
     assumed = Assumptions()
+    if warm_up is not None:
+        assumed = assumed.known(
+            "warm-up",
+            prompt_tokens=warm_up.prompt_tokens,
+            response_tokens=warm_up.response_tokens,
+            dropped_share=warm_up.dropped_share,
+        )
     if flags.response_tokens is not None:
         assumed = assumed.known("--tokens-per-response", response_tokens=flags.response_tokens)
     if flags.prompt_tokens is not None:
@@ -132,7 +148,7 @@ def _amounts(spec: DrafterSpec, flags: Flags) -> tuple[Assumptions, float]:
     survey = survey_prompts(
         spec.prompts.uri, Path.cwd(), hold_out=spec.prompts.hold_out, limit=spec.prompts.limit
     )
-    if flags.prompt_tokens is None and survey.turns:
+    if flags.prompt_tokens is None and warm_up is None and survey.turns:
         assumed = assumed.about(
             "prompt_tokens",
             survey.characters / survey.turns / _CHARACTERS_PER_TOKEN,
@@ -155,6 +171,31 @@ def _measured(path: Path | None) -> Measured | None:
     if any(not value > 0 for value in values.values()):
         raise ConfigurationError(f"--measured {path}: rates must be above 0; {wanted}")
     return measured
+
+
+def _warm_up(drafter: Drafter, file: Path) -> WarmUp | None:
+    """What `dflash run --warm-up` measured here; None where it was not run, or with other settings."""
+    path = home_of(drafter, file).warm_up
+    if not path.exists():
+        return None
+    found = WarmUp.model_validate_json(path.read_bytes())
+    if found.settings != settings_of(drafter.spec):
+        typer.echo(f"note: {path} was measured with other settings; warm up again to use it", err=True)
+        return None
+    return found
+
+
+def _same_gpu(warm_up: WarmUp | None) -> str:
+    """The built-in profile of the GPU that a warm-up ran on, else the usual one."""
+    words = re.sub(r"[^a-z0-9]+", "-", warm_up.device.lower()) if warm_up is not None else ""
+    return next((name for name in GPUS if name in words), "h100")
+
+
+def _source(warm_up: WarmUp, gpu: Gpu) -> str:
+    return (
+        f"rates and lengths were measured by a warm-up on {warm_up.device}; memory and links are those of "
+        f"{gpu.name}, as are the first estimates"
+    )
 
 
 def as_data(plan: RunPlan) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def _run(drafter: Drafter, file: Path, *, plain: bool, take_over: bool, command:
         drafter = connection.resolved(drafter)
         outputs = outputs_of(drafter, store)
         if not drafter.spec.suspend and not committed(store, name, outputs.hashes).evaluation:
-            _check(drafter, home, connection)
+            check(drafter, home, connection)
         with view(name, plain=plain) as show:
             outcome = Local(
                 drafter,
@@ -59,7 +59,8 @@ def _run(drafter: Drafter, file: Path, *, plain: bool, take_over: bool, command:
     return outcome.exit_code
 
 
-def _check(drafter: Drafter, home: Home, connection: Connection) -> None:
+def check(drafter: Drafter, home: Home, connection: Connection) -> None:
+    """Preflight of a resolved Drafter; raises what is wrong."""
     home.resource.parent.mkdir(parents=True, exist_ok=True)
     home.resource.write_bytes(orjson.dumps(dump_resource(drafter)))
     findings = preflight(home.resource, connection.environment)

@@ -75,7 +75,7 @@ def status_of(drafter: Drafter, outputs: Outputs, store: Store | None) -> dict[s
         )
         shown = seen.model_dump(mode="json", by_alias=True) if seen is not None else None
         stages.append({"name": stage, "hash": names[stage], "state": state, "progress": shown})
-    running = next((s["name"] for s in stages if s["state"] == "running"), None)
+    running = next((str(s["name"]) for s in stages if s["state"] == "running"), None)
     projection = _projection(drafter, running, stages, store)
     finished = "ready" if done.promoted else "gate failed" if done.gate else "evaluated"
     return {
