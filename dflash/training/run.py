@@ -39,6 +39,7 @@ from dflash.storage.store import Corrupt, NotFound, Store
 from dflash.tracking import Tracker
 from dflash.training.checkpoints import Checkpoints, load_weights
 from dflash.training.control import Control
+from dflash.training.device import device_of
 from dflash.training.evaluating import Evaluating
 from dflash.training.feed import Feed
 from dflash.training.figures import SumsLayout
@@ -109,11 +110,6 @@ def plan_of(resource: Drafter) -> Plan:
         final=spec.training.loss.kl_weight > 0.0,
     )
     return Plan(facts, shape, identity)
-
-
-def device_of(backend: str) -> torch.device:
-    """The GPU that this process was given, unless the CPU's transport was asked for or there is none."""
-    return torch.device("cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu")
 
 
 def train(resource: Drafter, part: Part, control: Control) -> None:

@@ -23,8 +23,9 @@ from dflash.resource import Drafter
 from dflash.storage.location import location_of
 from dflash.storage.store import Store
 from dflash.training.control import Control
+from dflash.training.device import device_of
 from dflash.training.measuring import Measuring
-from dflash.training.run import Plan, device_of, plan_of
+from dflash.training.run import Plan, plan_of
 from dflash.training.versions import check_published
 
 log = logging.getLogger(__name__)

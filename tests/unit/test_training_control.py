@@ -53,6 +53,23 @@ def test_a_signal_asks_the_work_to_stop_and_its_outcome_counts(number: signal.Si
         control.run(work)
 
 
+def test_a_second_signal_changes_nothing() -> None:
+    control = Control()
+    again = threading.Event()
+
+    def work() -> None:
+        assert control.stopping.wait(10)
+        soon(os.kill, os.getpid(), signal.SIGTERM)
+        soon(again.set)
+        assert again.wait(10)
+        time.sleep(0.3)  # a checkpoint is being written
+        raise Preempted("with a checkpoint")
+
+    soon(os.kill, os.getpid(), signal.SIGTERM)
+    with pytest.raises(Preempted, match="with a checkpoint"):
+        control.run(work)
+
+
 def test_work_that_does_not_heed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_module, "GRACE_SECONDS", 0.5)
     forever = threading.Event()
