@@ -2,10 +2,13 @@
 
 A receive of a hundred megabytes into fresh memory costs as much in page faults as in copying, so blocks
 are used again. A block is lent as a tensor; whatever views the consumer keeps hold it, and when the last
-one is dropped it is free. Only a few free blocks are kept: what is out is bounded by the window.
+one is dropped it is free. Only a few free blocks are kept: what is out is bounded by the window. Blocks are
+mapped, not allocated, so that one that is not kept goes back to the system at once: blocks of all sizes
+that come and go would leave holes in the allocator's heap, which grows by them for hours.
 On a GPU torch's own allocator does all this.
 """
 
+import mmap
 import threading
 import weakref
 
@@ -33,7 +36,10 @@ class BufferPool:
             return torch.empty(size, dtype=torch.uint8, device=self._device)
         block = self._find(size)
         if block is None:
-            block = np.empty(-(-size // _ROUND_BYTES) * _ROUND_BYTES, dtype=np.uint8)
+            pages = mmap.mmap(
+                -1, -(-size // _ROUND_BYTES) * _ROUND_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+            block = np.frombuffer(pages, dtype=np.uint8)
         lent = block[:size]
         # The tensor's storage holds `lent`, not `block`: when it goes, so do all views of it.
         weakref.finalize(lent, self._give_back, block).atexit = False
