@@ -1,0 +1,81 @@
+"""Alerts of real runs: one made slow, dull and starved says so; a healthy one with a schedule does not."""
+
+from pathlib import Path
+
+import pytest
+
+from dflash import layout
+from dflash.planning.warm_up import WarmUp, settings_of
+from dflash.resource.load import load_resource
+from dflash.storage.embedded import EmbeddedStore
+from dflash.storage.store import Store
+from dflash.tracking.jsonl import read_rows
+from tests.support.tiny import save_tiny_target
+from tests.support.training import TrainingRun
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_target(tmp_path_factory.mktemp("target"), layers=5)
+
+
+def foretell(run: TrainingRun, steps_per_second: float) -> None:
+    """Write down what a warm-up would have measured."""
+    warm_up = WarmUp(
+        settings=settings_of(load_resource(run.resource_file).spec),
+        device="CPU",
+        answers=20,
+        dropped_share=0,
+        prompt_tokens=10,
+        response_tokens=20,
+        steps_per_second=steps_per_second,
+    )
+    run.store.put_json(layout.warm_up("tiny"), warm_up.model_dump(mode="json", by_alias=True))
+
+
+def run_to_the_end(
+    server: EmbeddedStore,
+    store: Store,
+    folder: Path,
+    target: Path,
+    *,
+    steps_per_second: float,
+    slow: float | None = None,
+    **training: object,
+) -> tuple[list[str], float]:
+    """What it said was wrong, and the steps a second that it reached."""
+    training = {"epochs": 8, **training}
+    with TrainingRun(
+        server, store, folder, samples=24, target=target, training=training, interval=0.01
+    ) as run:
+        foretell(run, steps_per_second)
+        target_process, (drafter,) = run.target(slow=slow), run.drafters()
+        assert drafter.wait(200.0) == 0, drafter.said()[-4000:]
+        target_process.wait(60.0)
+        rows = read_rows(store.get(layout.drafter(run.run, "metrics.jsonl")))
+    times = [(row["global_step"], row["time"]) for row in rows if "progress/share" in row]
+    (first, began), (last, ended) = times[0], times[-1]
+    return [row["event"] for row in rows if "event" in row], (last - first) / (ended - began)
+
+
+def test_a_slow_and_dull_run_raises_its_alerts_and_a_healthy_one_none(
+    s3_server: EmbeddedStore, store: Store, tmp_path: Path, target: Path
+) -> None:
+    said, reached = run_to_the_end(
+        s3_server, store.under("well"), tmp_path / "well", target, steps_per_second=0.05, learningRate=0.01
+    )
+    # On a busy machine either side may wait long; what is asked here is the schedule and the learning.
+    assert not [text for text in said if "warm-up's rate" in text or "acceptance length stays" in text], said
+
+    said, _ = run_to_the_end(
+        s3_server,
+        store.under("ill"),
+        tmp_path / "ill",
+        target,
+        steps_per_second=reached,
+        slow=4.0 / reached,
+        learningRate=1e-9,
+    )
+    for alert in ("at the warm-up's rate; see the bottleneck", "the acceptance length stays at 1."):
+        assert [text for text in said if alert in text], said
+    assert [text for text in said if "wait" in text and "for hidden states" in text], said
