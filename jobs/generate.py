@@ -7,11 +7,12 @@ make it commit what is finished and leave with 143.
 import asyncio
 import logging
 import signal
+import sys
 from collections.abc import Iterator
 
 from dflash.data.prompts import Prompt, PromptCounts, read_prompts
 from dflash.data.render import Renderer
-from dflash.engines.choice import make_engine
+from dflash.engines.choice import engine_name, make_engine
 from dflash.generation.gate import Judge, Limits
 from dflash.generation.job import Job
 from dflash.generation.worker import Worker
@@ -19,10 +20,21 @@ from dflash.model.facts import TargetFacts
 from dflash.model.source import model_folder
 from dflash.model.tokenizer import load_tokenizer
 from dflash.resource import Drafter
+from dflash.resource.generation import Generation
 from dflash.storage.location import location_of
 from dflash.storage.store import Store
 from jobs.outcome import exit_with_outcome
 from jobs.settings import GenerateSettings
+
+
+def spare_torch(generation: Generation) -> None:
+    """Keep torch out of a process whose engine is another process: tokenizers do not need it.
+
+    It takes 600 MB and seconds to load, and transformers loads it wherever it is found. For whole processes
+    only, and first: what is imported later cannot have it.
+    """
+    if engine_name(generation) == "sglang":
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # an import of None is refused
 
 
 def build_worker(resource: Drafter, settings: GenerateSettings) -> Worker:
@@ -75,7 +87,9 @@ async def _run(worker: Worker) -> None:
 def _body() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = GenerateSettings.read()
-    asyncio.run(_run(build_worker(settings.load_resource(), settings)))
+    resource = settings.load_resource()
+    spare_torch(resource.spec.generation)
+    asyncio.run(_run(build_worker(resource, settings)))
 
 
 def main() -> None:

@@ -7,9 +7,10 @@ whatever order and however often; the key is what generation resumes by. Renderi
 """
 
 import hashlib
+from array import array
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,10 @@ class PromptCounts:
     """Rows whose content was seen before; each is kept once."""
     repaired: int = 0
     """Rows in which a lone surrogate was replaced."""
+    repeats: "array[int]" = field(default_factory=lambda: array("Q"))
+    """Which rows were duplicates, by ordinal from 0, ascending."""
+    earlier: "PromptCounts | None" = None
+    """Of a whole read of the same files before: its repeats are left out and none is looked for again."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +99,16 @@ def read_prompts(
 
 
 def _distinct(uri: str, files: list[sources.SourceFile], counts: PromptCounts) -> Iterator[Prompt]:
-    seen = KeySet()
+    is_repeat = _found_before(counts.earlier) if counts.earlier is not None else _not_seen_yet()
     for record in sources.read_records(files):
+        ordinal = counts.rows
         counts.rows += 1
         counts.repaired += record.repaired
         messages, tools = _conversation(record)
         key = content_key(messages, tools)
-        if not seen.add(key):
+        if is_repeat(ordinal, key):
             counts.duplicates += 1
+            counts.repeats.append(ordinal)
             continue
         row = record.value
         prompt = Prompt(
@@ -118,6 +125,26 @@ def _distinct(uri: str, files: list[sources.SourceFile], counts: PromptCounts) -
         yield prompt
     if counts.rows == 0:
         raise ConfigurationError(f"{uri} holds no prompts: the file is empty")
+
+
+def _not_seen_yet() -> Callable[[int, str], bool]:
+    seen = KeySet()
+    return lambda _, key: not seen.add(key)
+
+
+def _found_before(earlier: PromptCounts) -> Callable[[int, str], bool]:
+    """Costs no memory a prompt, which matters where a worker keeps reading for days."""
+    waiting = iter(earlier.repeats)
+    following = next(waiting, None)
+
+    def is_repeat(ordinal: int, _: str) -> bool:
+        nonlocal following
+        if ordinal != following:
+            return False
+        following = next(waiting, None)
+        return True
+
+    return is_repeat
 
 
 def content_key(messages: list[Message], tools: list[dict[str, Any]] | None) -> str:

@@ -46,10 +46,10 @@ class Renderer:
         self._open = _single_id(tokenizer, _OPEN)
         self._close = _single_id(tokenizer, _CLOSE)
         # The template has written all special tokens. A fast tokenizer is asked without transformers'
-        # wrapper, which takes as long again as the tokenizing.
+        # wrapper, which takes as long again as the tokenizing, and without places in the text, as long too.
         fast = getattr(tokenizer, "backend_tokenizer", None)
         self._encode: Callable[[str], list[int]] = (
-            (lambda text: fast.encode(text, add_special_tokens=False).ids)
+            (lambda text: fast.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             if fast is not None
             else (lambda text: tokenizer.encode(text, add_special_tokens=False))
         )

@@ -6,20 +6,25 @@ from dflash.resource.generation import Generation
 from dflash.resource.target import Target
 
 
+def engine_name(generation: Generation) -> str:
+    """`sglang` or `transformers`; `auto` is sglang where a GPU or a running server is there."""
+    if generation.engine != "auto":
+        return generation.engine
+    if generation.urls:
+        return "sglang"
+    import torch
+
+    return "sglang" if torch.cuda.is_available() else "transformers"
+
+
 def make_engine(
     target: Target, generation: Generation, context_length: int, *, index: int, replicas: int
 ) -> Engine:
     """Worker `index`'s engine, not started.
 
-    `auto` is sglang where a GPU or a running server is there, else transformers. Running servers are dealt
-    out to the workers; with fewer servers than workers, several share one.
+    Running servers are dealt out to the workers; with fewer servers than workers, several share one.
     """
-    name = generation.engine
-    if name == "auto":
-        import torch
-
-        name = "sglang" if generation.urls or torch.cuda.is_available() else "transformers"
-    if name == "transformers":
+    if engine_name(generation) == "transformers":
         from dflash.engines.transformers import TransformersEngine
 
         return TransformersEngine(target, generation.sampling, generation.in_flight)

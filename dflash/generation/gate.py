@@ -186,10 +186,13 @@ class Tally:
         """One sentence on why the dataset is refused, or None. Early only after `check_after` samples."""
         if self.seen == 0 or (self.seen < self.limits.check_after and not final):
             return None
+        limits = self.limits
+        if self.share() <= min(limits.max_empty, limits.max_repeating, limits.max_dropped):
+            return None  # what nearly every call comes to
         checks: list[tuple[str, tuple[str, ...] | None, float]] = [
-            ("have no visible answer", EMPTY, self.limits.max_empty),
-            ("go round in loops", REPEATING, self.limits.max_repeating),
-            ("were dropped", None, self.limits.max_dropped),
+            ("have no visible answer", EMPTY, limits.max_empty),
+            ("go round in loops", REPEATING, limits.max_repeating),
+            ("were dropped", None, limits.max_dropped),
         ]
         over = [check for check in checks if self.share(check[1]) > check[2]]
         if not over:

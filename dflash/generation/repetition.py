@@ -70,6 +70,8 @@ def tail_period(ids: Ids) -> tuple[int, int]:
         last = ids[length - gram :]
         starts = np.flatnonzero(ids[: length - gram] == last[0])  # every earlier start of the last n-gram
         for offset in range(1, gram):
+            if len(starts) == 0:
+                break
             starts = starts[ids[starts + offset] == last[offset]]
         if len(starts) == 0:
             continue

@@ -63,6 +63,17 @@ def test_equal_rows_are_kept_once_and_counted_and_keys_do_not_depend_on_ids(tmp_
     assert survey.turns == 4
 
 
+def test_a_second_read_leaves_out_the_repeats_that_the_first_one_found(tmp_path: Path) -> None:
+    rows = [{"prompt": text} for text in ("a", "b", "a", "c", "b", "b", "d")]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = PromptCounts(), PromptCounts()
+    found = list(read_prompts("p.jsonl", tmp_path, counts=first))
+    second.earlier = first
+    assert list(read_prompts("p.jsonl", tmp_path, counts=second)) == found
+    assert list(first.repeats) == list(second.repeats) == [2, 4, 5]
+    assert (second.rows, second.unique, second.duplicates) == (7, 4, 3)
+
+
 def test_a_key_is_the_same_in_any_file_order_and_key_order(tmp_path: Path) -> None:
     one = write(tmp_path / "1.jsonl", {"prompt": "x"}, {"messages": [{"role": "user", "content": "y"}]})
     two = write(
