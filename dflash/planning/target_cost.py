@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dflash.model.facts import TargetFacts
 
 _BYTES = 2  # bf16
+_CHUNK = 64
 _STATE_BYTES = 4  # recurrent states are kept in fp32
 
 
@@ -25,7 +26,9 @@ class TargetCost:
     attention_flops_per_pair: int
     """FLOPs per (token, visible token), over all layers with attention."""
     recurrent_flops_per_token: int
-    """FLOPs of the recurrent states' updates and reads, over all linear layers."""
+    """FLOPs of the recurrent states' updates and reads, over all linear layers: while decoding."""
+    chunked_flops_per_token: int
+    """The same in a prefill, which works in chunks of 64 tokens: more arithmetic, in large products."""
     cache_bytes_per_token: int
     """Keys and values of one token, over all layers that keep them."""
     state_bytes_per_sequence: int
@@ -48,7 +51,7 @@ class TargetCost:
         return (
             2.0 * active * tokens
             + self.attention_flops_per_pair * pairs
-            + self.recurrent_flops_per_token * tokens
+            + self.chunked_flops_per_token * tokens
         )
 
     def decode_bytes(self, batch: int, context: float) -> float:
@@ -79,6 +82,7 @@ def target_cost(facts: TargetFacts, layers: int | None = None) -> TargetCost:
         active_layer_parameters=attention + active_mlp,
         attention_flops_per_pair=full * _flops_per_pair(facts),
         recurrent_flops_per_token=linear * _recurrent_flops(facts),
+        chunked_flops_per_token=linear * (_recurrent_flops(facts) + _chunk_flops(facts)),
         cache_bytes_per_token=full * _cache_bytes(facts),
         state_bytes_per_sequence=linear * _state_bytes(facts),
     )
@@ -138,6 +142,14 @@ def _recurrent_flops(facts: TargetFacts) -> int:
         return 0
     g = facts.linear
     return 6 * g.value_heads * g.key_head_dim * g.value_head_dim
+
+
+def _chunk_flops(facts: TargetFacts) -> int:
+    """Within a chunk: two products of keys, one of values, and two triangular systems (half a product)."""
+    if facts.linear is None:
+        return 0
+    g = facts.linear
+    return g.value_heads * _CHUNK * (5 * g.key_head_dim + 3 * g.value_head_dim)
 
 
 def _cache_bytes(facts: TargetFacts) -> int:

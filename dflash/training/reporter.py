@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dflash.channel.interface import ClientStats
-from dflash.channel.verdict import judge, wanted_targets
+from dflash.channel.verdict import judge
 from dflash.errors import DflashError
 from dflash.model.mask import compilations
 from dflash.objective.step import StepSums
@@ -21,6 +21,7 @@ from dflash.progress import Progress
 from dflash.resource.training import Training
 from dflash.tracking import Tracker
 from dflash.training.alarms import Alarms
+from dflash.training.auto_targets import AutoTargets
 from dflash.training.checkpoints import Checkpoints
 from dflash.training.evaluating import Evaluating
 from dflash.training.figures import objective_metrics
@@ -132,6 +133,7 @@ class Reporter:
         self._saved_step, self._saved_at = step, time.monotonic()
         self._alarms = Alarms(tracker.earlier)
         self._whole = _Waits()
+        self._auto = AutoTargets(run.training.min_targets, run.training.max_targets)
         self._progress = Progress(
             stage="training",
             message="starting",
@@ -232,7 +234,9 @@ class Reporter:
         wait = metrics["drafter/wait_share"]
         verdict = judge(targets, self._run.world, idle, wait)
         figures["verdict"], figures["bottleneck"] = verdict.sentence, verdict.bottleneck
-        figures["wanted_targets"] = float(wanted_targets(targets, idle, wait))
+        self._auto.see(now, targets, idle, wait)
+        if self._auto.wanted is not None:
+            figures["wanted_targets"] = float(self._auto.wanted)
         self._progress = self._progress.model_copy(
             update={
                 "rate": rate,

@@ -71,6 +71,17 @@ def status(
 
 
 @app.command()
+def watch(
+    file: File,
+    once: Annotated[bool, typer.Option("--once", help="Show it one time, and leave.")] = False,
+) -> None:
+    """Watch a run: stages, curves, the bottleneck, alerts and cost. Also while it runs elsewhere."""
+    from jobs.cli.watch import watch_file
+
+    watch_file(file, once=once)
+
+
+@app.command()
 def validate(
     file: File,
     static: Annotated[

@@ -312,6 +312,10 @@ def test_status_is_told_during_a_run_and_after_it(place):
     states = {stage["name"]: stage["state"] for stage in during["stages"]}
     assert states == {"generation": "done", "training": "running", "evaluation": "waiting"}
     assert during["stages"][1]["progress"]["total"] == 40
+    watched = subprocess.run(
+        [*command[:3], "watch", "--once", str(place.file)], capture_output=True, check=True
+    )
+    assert b"fake: training" in watched.stdout
     process.communicate(timeout=250)
     after = orjson.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert (after["phase"], after["promoted"]) == ("ready", True)

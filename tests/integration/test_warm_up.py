@@ -33,7 +33,7 @@ def dflash(*words: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        timeout=280,
+        timeout=800,
         check=False,
     )
 
@@ -47,6 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 def test_a_warm_up_measures_the_chain_says_go_and_makes_plans_exact(folder):
     file = declare(folder)
     before = orjson.loads(dflash("plan", str(file), "--json").stdout)

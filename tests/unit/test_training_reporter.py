@@ -39,10 +39,25 @@ def sums(steps: int) -> StepSums:
     )
 
 
+class Foretold:
+    """What a warm-up measured, and what was spent."""
+
+    def __init__(self, steps_per_second: float | None) -> None:
+        self.steps_per_second = steps_per_second
+
+    def metrics(self, _: object) -> dict[str, float]:
+        return {"cost/spent_gpu_hours": 1.5}
+
+
 class World:
     """A reporter with everything around it recorded."""
 
-    def __init__(self, interval: float = 1e-6, checkpoint: Checkpoint | None = None) -> None:
+    def __init__(
+        self,
+        interval: float = 1e-6,
+        checkpoint: Checkpoint | None = None,
+        outlook: Foretold | None = None,
+    ) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.events: list[str] = []
         self.saved: list[tuple[int, dict[str, float]]] = []
@@ -64,6 +79,7 @@ class World:
             step=0,
             counts={},
             store_seconds=lambda: self.store_seconds,
+            outlook=outlook,  # type: ignore[arg-type]
         )
 
     def take_steps(self, count: int, **counts: float) -> None:
@@ -200,3 +216,24 @@ def test_checkpoints_that_do_not_commit_are_told_by_how_often_they_should() -> N
     world.take_steps(1)
     assert len(world.events) == 1
     assert "the last checkpoint was committed 3 minutes ago" in world.events[0]
+
+
+@pytest.mark.parametrize(("foretold", "late"), [(1e-3, False), (1e9, True), (None, False)])
+def test_a_run_slower_than_its_warm_up_is_told_once_after_a_dozen_rows(
+    foretold: float | None, late: bool
+) -> None:
+    world = World(outlook=Foretold(foretold))
+    world.stats = replace(STATS, targets=())
+    for _ in range(12):
+        world.take_steps(1)
+    assert world.events == []
+    world.take_steps(1)
+    world.take_steps(1)
+    assert [text for text in world.events if "at the warm-up's rate" in text] == world.events
+    assert len(world.events) == late
+
+
+def test_what_was_spent_is_in_each_row() -> None:
+    world = World(outlook=Foretold(None))
+    world.take_steps(1)
+    assert world.rows[0][1]["cost/spent_gpu_hours"] == 1.5
