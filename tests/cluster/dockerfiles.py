@@ -17,6 +17,7 @@ BASE = "docker.io/library/python:3.11-slim-bookworm"
 ENGINE_BASE = "docker.io/lmsysorg/sglang:v0.5.23"
 ENGINE = Path("/opt/engine")
 """Where the stand-in for SGLang's own image looks for the engine's packages: mounted, not copied."""
+_MOST_UNNAMED = 12
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash" / "images"
 _STORAGE = [
     "--storage-driver",
@@ -90,6 +91,9 @@ def build(name: str, archive: Path, packages: Path | None = None) -> int:
     )  # fmt: skip
     archive.unlink(missing_ok=True)
     _buildah("push", tag, f"docker-archive:{archive}:{tag}")
+    # A change of our code leaves layers behind. Not all at once: the newest are the next build's cache.
+    if len(_buildah("images", "-q", "--filter", "dangling=true").split()) > _MOST_UNNAMED:
+        _buildah("rmi", "--prune", "--force")
     return archive.stat().st_size
 
 
