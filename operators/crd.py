@@ -72,6 +72,12 @@ RULES: dict[str, list[tuple[str, str]]] = {
             "servers: contender must be none, mtp, dflash or the rival's name",
         ),
     ],
+    "tracking": [
+        (
+            "!has(self.costLimit) || (has(self.gpuHourPrice) && self.gpuHourPrice > 0.0)",
+            "costLimit needs gpuHourPrice, from which the cost follows",
+        )
+    ],
     "training": [
         ("self.minTargets <= self.maxTargets", "minTargets must not be above maxTargets"),
         ("self.drafters <= self.batchSize", "drafters must not be above batchSize; raise batchSize"),

@@ -56,6 +56,11 @@ class WarmUp(Section):
     steps_per_second: float | None = Field(None, gt=0.0, description="Of the declared fleet.")
     stages: dict[str, Expected] = Field({}, description="Of the whole run, by name of the stage.")
 
+    @property
+    def gpu_hours(self) -> float:
+        """Of the whole run."""
+        return sum(stage.seconds * stage.gpus for stage in self.stages.values()) / 3600
+
 
 def settings_of(spec: DrafterSpec) -> str:
     """Digest of what rates depend on: model, generation, drafter, training and the fleet, not the prompts."""
@@ -181,7 +186,13 @@ def pace(rows: Sequence[Mapping[str, Any]], world: int) -> Pace | None:
 def objections(spec: DrafterSpec, measured: WarmUp, training: Pace) -> list[str]:
     """Why the whole run should not be started as it is declared, a sentence each with its remedy."""
     found = []
-    gate = spec.generation.gate
+    gate, tracking = spec.generation.gate, spec.tracking
+    cost = measured.gpu_hours * (tracking.gpu_hour_price or 0.0)
+    if tracking.cost_limit is not None and cost > tracking.cost_limit:
+        found.append(
+            f"the whole run is foretold to cost {cost:,.2f}, and tracking.costLimit is "
+            f"{tracking.cost_limit:,.2f}; give fewer prompts or epochs, or see what `dflash plan` recommends"
+        )
     if measured.dropped_share > gate.max_dropped_share and measured.answers >= _LEAST_ANSWERS:
         found.append(
             f"{measured.dropped_share:.0%} of {measured.answers:.0f} answers were dropped, and the gate "

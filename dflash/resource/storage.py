@@ -1,8 +1,8 @@
 """`spec.storage` and `spec.tracking`: where state lives, and where metrics go."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dflash.resource.section import Section
 
@@ -70,3 +70,18 @@ class Tracking(Section):
             "one."
         ),
     )
+    cost_limit: float | None = Field(
+        None,
+        gt=0.0,
+        le=1e12,
+        description=(
+            "Most that the Drafter should cost, at gpuHourPrice. A warm-up that foretells more is a no-go, "
+            "and a run that is going to take more raises an alert; nothing is stopped."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _priced(self) -> Self:
+        if self.cost_limit is not None and not self.gpu_hour_price:
+            raise ValueError("costLimit needs gpuHourPrice, from which the cost follows")
+        return self

@@ -53,6 +53,7 @@ class Run:
     interval_seconds: float
     dropped_share: float | None = None
     """Of the dataset's answers, those that its gate dropped."""
+    cost_limit: float | None = None
 
 
 @dataclass
@@ -335,9 +336,21 @@ class Reporter:
             elapsed_seconds=self._timetable.elapsed(step),
             planned_seconds=self._timetable.planned(step, self._outlook),
         )
-        for alert in self._alarms.see(row, around, self._without_anchor(step)):
+        for alert in self._alarms.see(row, around, [*self._without_anchor(step), *self._too_dear(row)]):
             log.warning("%s", alert.sentence)
             self._tracker.event(alert.sentence)
+
+    def _too_dear(self, row: Mapping[str, float]) -> list[Alert]:
+        limit, cost = self._run.cost_limit, row.get("cost/projected")
+        if limit is None or cost is None or cost <= limit:
+            return []
+        return [
+            Alert(
+                "cost-limit",
+                f"the end is projected to have cost {cost:,.2f}, and tracking.costLimit is {limit:,.2f}; "
+                "follow the bottleneck's advice, raise the limit, or suspend the Drafter",
+            )
+        ]
 
     def _without_anchor(self, step: int) -> list[Alert]:
         shares = {

@@ -232,6 +232,7 @@ class _Rank:
             self._part.world,
             self._spec.tracking.interval_seconds,
             dropped_share=dropped / max(1, dropped + len(dataset)),
+            cost_limit=self._spec.tracking.cost_limit,
         )
 
     def _measurements(self) -> Measurements | None:

@@ -284,7 +284,7 @@ def _conclude(spec: DrafterSpec, done: _Round) -> int:
     verdict = judge(found.targets, spec.training.drafters, found.target_idle, found.drafter_wait)
     typer.echo(f"bottleneck: {verdict.sentence}")
     seconds = sum(stage.seconds for stage in measured.stages.values())
-    hours = sum(stage.seconds * stage.gpus for stage in measured.stages.values()) / 3600
+    hours = measured.gpu_hours
     parts = ", ".join(f"{name} {_span(stage)}" for name, stage in measured.stages.items())
     price = spec.tracking.gpu_hour_price
     money = "" if price is None else f", cost {hours * price:,.2f}"

@@ -46,7 +46,7 @@ class Foretold:
         self.steps_per_second = steps_per_second
 
     def metrics(self, _: object) -> dict[str, float]:
-        return {"cost/spent_gpu_hours": 1.5}
+        return {"cost/spent_gpu_hours": 1.5, "cost/projected": 120.0}
 
 
 class World:
@@ -57,6 +57,7 @@ class World:
         interval: float = 1e-6,
         checkpoint: Checkpoint | None = None,
         outlook: Foretold | None = None,
+        cost_limit: float | None = None,
     ) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.events: list[str] = []
@@ -69,7 +70,7 @@ class World:
         self.step = 0
         self.new: dict[str, float] = {}
         training = Training(batch_size=4, checkpoint=checkpoint or Checkpoint(every_steps=10_000))
-        run = Run(training, steps=100, attempt=2, world=1, interval_seconds=interval)
+        run = Run(training, steps=100, attempt=2, world=1, interval_seconds=interval, cost_limit=cost_limit)
         self.reporter = Reporter(
             run,
             self,  # type: ignore[arg-type]
@@ -237,3 +238,12 @@ def test_what_was_spent_is_in_each_row() -> None:
     world = World(outlook=Foretold(None))
     world.take_steps(1)
     assert world.rows[0][1]["cost/spent_gpu_hours"] == 1.5
+
+
+@pytest.mark.parametrize(("limit", "told"), [(100.0, 1), (200.0, 0), (None, 0)])
+def test_a_run_that_will_cost_more_than_its_limit_says_so_once(limit: float | None, told: int) -> None:
+    world = World(outlook=Foretold(None), cost_limit=limit)
+    world.take_steps(1)
+    world.take_steps(1)
+    assert len(world.events) == told
+    assert all("tracking.costLimit is 100.00" in text for text in world.events)
