@@ -230,8 +230,8 @@ def _notes(job: Job, rate: Rates, pods: Sequence[PodMemory], row: Row) -> list[s
     training, limit = job.spec.training, job.spec.tracking.cost_limit
     if limit is not None and row.cost is not None and row.cost > limit:
         notes.append(
-            f"{row.gpus} GPUs cost {row.cost:,.0f}, and tracking.costLimit is {limit:,.0f}: give fewer prompts "
-            "or epochs, or take a cheaper row"
+            f"{row.gpus} GPUs cost {row.cost:,.0f}, and tracking.costLimit is {limit:,.0f}: give fewer "
+            "prompts or epochs, or take a cheaper row"
         )
     if row.gpus > _NODE and job.network is None:
         notes.append(
