@@ -97,6 +97,8 @@ class TargetSettings(JobSettings):
     dataset: str = Field(description="Hash that names the dataset.")
     run: str = Field(description="Hash that names the drafter that is trained.")
     index: int = Field(0, ge=0, description="Which target this is.")
+    rank: int = Field(0, ge=0, description="Which of the target's devices this process drives.")
+    leader_port: int = Field(0, ge=0, description="Where rank 0 waits for the other ranks, which it starts.")
     bind: str = Field("127.0.0.1", description="Address to listen on.")
     advertise: str = Field("127.0.0.1", description="Address or name under which drafters find this process.")
 

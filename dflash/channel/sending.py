@@ -131,7 +131,7 @@ class Sender:
             job.states, identity, number, self._buffers[turn], direct=direct and device.type == "cpu"
         )
         if direct and device.type != "cpu":
-            transfers = list(transfers[0].cpu().split(transfer_sizes(lengths, identity, direct)))
+            transfers = list(torch.split(transfers[0].cpu(), transfer_sizes(lengths, identity, direct)))
         return transfers
 
     @staticmethod

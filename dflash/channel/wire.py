@@ -104,7 +104,7 @@ def slots(flat: Tensor, lengths: Sequence[int], identity: Identity, direct: bool
     The end of each is made NaN, so that a transfer that brings less than was announced leaves a state that
     is not finite, or no trailer, instead of what an earlier batch left there.
     """
-    parts = list(flat.split(transfer_sizes(lengths, identity, direct)))
+    parts = list(torch.split(flat, transfer_sizes(lengths, identity, direct)))
     for part in parts:
         part[-TRAILER_BYTES:].fill_(0xFF)
     return parts

@@ -86,9 +86,8 @@ class TargetModel:
             joined = torch.cat(hidden, dim=-1)
             for row, i in enumerate(members):
                 length = len(batch[i])
-                states[i] = States(
-                    joined[row, :length].clone(), None if normed is None else normed[row, :length].clone()
-                )
+                # Views: what else they keep alive is the padding, and samples that are sent with this one.
+                states[i] = States(joined[row, :length], None if normed is None else normed[row, :length])
         return [state for state in states if state is not None]
 
     def _forward(
@@ -142,25 +141,40 @@ def _groups(lengths: Sequence[int], padding: float) -> list[list[int]]:
 
 
 def load_target(
-    model: str, revision: str | None = None, dtype: str = "bfloat16", device: str | torch.device = "cpu"
+    model: str,
+    revision: str | None = None,
+    dtype: str = "bfloat16",
+    device: str | torch.device = "cpu",
+    *,
+    devices: int = 1,
 ) -> TargetModel:
-    """Load a hub id or folder for capture: the decoder alone, frozen, without head or vision tower."""
+    """Load a hub id or folder for capture: the decoder alone, frozen, without head or vision tower.
+
+    With `devices` above 1 this process gets its rank's part only, by transformers' tensor-parallel plan. The
+    default process group must be there, of that size, and each rank must call alike, now and to capture.
+    """
     import transformers
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     folder = model_folder(model, revision)
     facts = TargetFacts.from_folder(folder)
     identity = fingerprint(folder)
     factory = getattr(transformers, facts.architecture, None) or transformers.AutoModelForCausalLM
+    parts = {"distributed_config": DistributedConfig(tp_size=devices)} if devices > 1 else {}
     try:
-        loaded = factory.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        loaded = factory.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", **parts
+        )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigurationError(
             f"target.model: {folder} cannot be loaded ({str(error).strip().splitlines()[0]}); "
             "check that its files are whole and that its architecture is known to transformers"
         ) from error
     decoder = _decoder_of(loaded, facts, folder)
-    decoder.requires_grad_(False).eval().to(device)
+    decoder.requires_grad_(False).eval()
+    if devices == 1:  # else each part is where it belongs already
+        decoder.to(device)
     return TargetModel(decoder, facts, identity)
 
 

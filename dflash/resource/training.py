@@ -131,6 +131,15 @@ class Training(Section):
     targets: int | Literal["auto"] = operational(
         1, description="Target processes (pods). `auto` lets the operator follow the bottleneck verdict."
     )
+    target_devices: int = operational(
+        1,
+        ge=1,
+        le=64,
+        description=(
+            "GPUs of one target process, over which the target's layers are split where it is too large for "
+            "one. Must divide its attention heads and key-value heads."
+        ),
+    )
     min_targets: int = operational(1, ge=1, le=4096, description="Least targets under `auto`.")
     max_targets: int = operational(8, ge=1, le=4096, description="Most targets under `auto`.")
     drafters: int = operational(1, ge=1, le=4096, description="Drafter processes (pods), one group.")
@@ -178,6 +187,11 @@ class Training(Section):
                 f"evaluation.waitSeconds {self.evaluation.wait_seconds} must be below "
                 f"progressDeadlineSeconds {self.progress_deadline_seconds}, or a run would be replaced while "
                 "it waits at its end"
+            )
+        if self.evaluation.enabled and self.target_devices > 1:
+            raise ValueError(
+                "evaluation while training needs a target on one device: set targetDevices to 1, or "
+                "evaluation.everySteps and evaluation.everyMinutes to 0"
             )
         if isinstance(self.targets, int) and not 1 <= self.targets <= 4096:
             raise ValueError(f"targets {self.targets} must be 1 to 4096, or `auto`")

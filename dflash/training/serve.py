@@ -16,7 +16,7 @@ from dflash import layout
 from dflash.channel.keys import Authority, KeyPair
 from dflash.channel.members import MemberDirectory
 from dflash.channel.server import HiddenStateServer
-from dflash.errors import DflashError, Preempted
+from dflash.errors import DflashError, Preempted, TemporaryError
 from dflash.model.states import States
 from dflash.model.target import TargetModel, load_target
 from dflash.resource import Drafter
@@ -26,6 +26,7 @@ from dflash.training.control import Control
 from dflash.training.device import device_of
 from dflash.training.measuring import Measuring
 from dflash.training.run import Plan, plan_of
+from dflash.training.tensor_parallel import FollowerCommand, ParallelTarget, check_devices
 from dflash.training.versions import check_published
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,20 @@ _CHECK_EVERY = 2000
 _LEAST_COSINE = 0.999
 
 
-def serve(resource: Drafter, run: str, index: int, *, bind: str, advertise: str, control: Control) -> None:
-    """Serve until the run's export is committed, then return. Raises Preempted when asked to stop."""
+def serve(
+    resource: Drafter,
+    run: str,
+    index: int,
+    *,
+    bind: str,
+    advertise: str,
+    control: Control,
+    follower: FollowerCommand,
+) -> None:
+    """Serve until the run's export is committed, then return. Raises Preempted when asked to stop.
+
+    `follower` gives the command line of another rank, for a target that is spread over devices.
+    """
     training = resource.spec.training
     store = Store.open(location_of(resource.spec.storage))
     export = layout.export(run, layout.COMMIT)
@@ -49,12 +62,16 @@ def serve(resource: Drafter, run: str, index: int, *, bind: str, advertise: str,
     versions_agree = check_published(store, run)
     plan = plan_of(resource)
     device = device_of(training.backend)
-    target = load_target(
-        resource.spec.target.model, resource.spec.target.revision, resource.spec.target.dtype, device
-    )
+    target: TargetModel | ParallelTarget
+    if training.target_devices > 1:
+        check_devices(plan.facts, training.target_devices)
+        target = ParallelTarget(resource, follower, control.give_up)
+    else:
+        model = resource.spec.target
+        target = load_target(model.model, model.revision, model.dtype, device)
     check_capture(target, plan)
     measuring = None
-    if index == 0 and training.evaluation.enabled:
+    if index == 0 and training.evaluation.enabled and isinstance(target, TargetModel):
         # Before it serves, so that no drafter's request waits behind these answers.
         measuring = Measuring(resource.spec, plan.shape, target, store, run)
     batches = itertools.count(1)
@@ -68,7 +85,12 @@ def serve(resource: Drafter, run: str, index: int, *, bind: str, advertise: str,
                 problem.append(error)
                 server.request_stop()
                 raise
-        return target.capture(batch, plan.identity.taps, plan.identity.final)
+        try:
+            return target.capture(batch, plan.identity.taps, plan.identity.final)
+        except TemporaryError as error:  # from a target over several devices, which are out of step now
+            problem.append(error)
+            server.request_stop()
+            raise
 
     directory = MemberDirectory(store, run)
     keys = KeyPair.generate()
@@ -117,6 +139,8 @@ def serve(resource: Drafter, run: str, index: int, *, bind: str, advertise: str,
         server.stop()
         if measuring is not None:
             measuring.stop()
+        if isinstance(target, ParallelTarget):
+            target.close()
         stats = server.stats()
         log.info(
             "served %d samples, %d tokens; causes of faults: %s", stats.samples, stats.tokens, stats.causes
@@ -129,7 +153,7 @@ def serve(resource: Drafter, run: str, index: int, *, bind: str, advertise: str,
         raise Preempted("the target stopped; drafters go on with the others")
 
 
-def check_capture(target: TargetModel, plan: Plan) -> None:
+def check_capture(target: TargetModel | ParallelTarget, plan: Plan) -> None:
     """Compare states of short samples captured alone and together. DflashError when they differ.
 
     Kernels that mix up the samples of a batch give states that look healthy and train nothing.
