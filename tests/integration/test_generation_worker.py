@@ -202,6 +202,26 @@ def test_a_server_that_looks_healthy_but_generates_nothing_ends_the_worker(
     assert find_manifest(store, "d") is None
 
 
+def test_a_server_too_busy_for_its_probes_is_left_alone_while_answers_come(
+    store: Store, tmp_path: Path
+) -> None:
+    prompts = write_prompts(tmp_path, 60)
+    with FakeSglang(Behaviour(delay=0.05)) as fake:
+        worker = make_worker(store, prompts, urls=[fake.url], in_flight=4)
+
+        async def unhealthy_from_the_middle_on() -> None:
+            task = asyncio.create_task(worker.run())
+            while worker.tally.seen < 20:
+                await asyncio.sleep(0.01)
+            fake.behaviour.unhealthy = True
+            await task
+
+        asyncio.run(unhealthy_from_the_middle_on())
+        # Probes that generate pile up on a busy server: none is ever sent.
+        assert set(fake.paths) <= {"/generate", "/model_info", "/server_info", "/v1/loads", "/tokenize"}
+    check_dataset(store, prompts)
+
+
 def test_an_engine_that_answers_with_nothing_visible_is_found_by_the_first_questions(
     store: Store, tmp_path: Path
 ) -> None:
@@ -267,6 +287,24 @@ def test_each_turn_is_a_sample_that_sees_the_answers_before_it(store: Store, tmp
     assert "stale" not in "".join(texts)
     assert texts[1].count("answer after") == 1
     assert texts[2].count("answer after") == 2
+
+
+def test_after_a_turn_that_is_dropped_the_later_ones_are_not_asked_and_the_earlier_ones_stay(
+    store: Store, tmp_path: Path
+) -> None:
+    messages = [{"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("user", "assistant")]
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps({"messages": messages[:-1]}) + "\n")
+    canaries = 3
+    with FakeSglang() as fake:
+
+        def second_turn_is_cut_short(ids: list[int], tokens: int) -> list[int]:
+            return fake_answer(ids, 2 if fake.requests.total() == canaries + 2 else tokens)
+
+        fake.behaviour.answer = second_turn_is_cut_short
+        manifest = run(make_worker(store, prompts, urls=[fake.url], gate=Gate(max_dropped_share=1.0)))
+        assert fake.requests.total() == canaries + 2
+    assert (manifest.samples, manifest.prompts.kept, manifest.dropped) == (1, 1, {"too_short": 1})
 
 
 def ids_of(text: str, number: int) -> list[int]:

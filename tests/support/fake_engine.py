@@ -43,6 +43,8 @@ class Behaviour:
     delay: float = 0.0
     waiting: int = 0
     """Length of the queue that it reports."""
+    unhealthy: bool = False
+    """Answers 503 on every endpoint but `/generate`, as a server does that is too busy for its probes."""
     renders: list[int] | None = None
     """Ids that it makes of any conversation."""
     speed: bool = False
@@ -91,6 +93,8 @@ class FakeSglang:
         """Status and JSON of one request."""
         self.paths[path] += 1
         b = self.behaviour
+        if b.unhealthy and path != "/generate":
+            return 503, {"error": {"message": "not healthy"}}
         if path == "/v1/loads":
             return 200, {"loads": [{"num_running_reqs": self.open_now, "num_waiting_reqs": b.waiting}]}
         if path == "/tokenize":
