@@ -83,9 +83,14 @@ class Accounts:
             log.warning("what was spent could not be written down: %s", error)
 
 
-def machine_gpus() -> int:
-    """GPUs that processes of this machine may use; a machine without any counts as one."""
+def visible_gpus() -> list[str]:
+    """Names by which processes of this machine may be given its GPUs; none without a GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return max(1, len([name for name in visible.split(",") if name.strip()]))
-    return max(1, len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    return [str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+
+
+def machine_gpus() -> int:
+    """GPUs that are paid for; a machine without any counts as one."""
+    return max(1, len(visible_gpus()))

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from dflash.resource.load import dump_resource
 from dflash.storage.embedded import EmbeddedStore
 from dflash.storage.store import NotFound, Store, to_json
 from operators import names
-from operators.accounts import Accounts
+from operators.accounts import Accounts, visible_gpus
 from operators.actions import Action, Promote, Start, StopChild, StopGroup
 from operators.children import Children
 from operators.conditions import Summary, summarize
@@ -308,13 +308,16 @@ class Local:
             self._described.add(stage)
         if action.role == "drafter":
             self._port = _free_port()
+        gpus = visible_gpus()
         alive = {(c.role, c.index) for c in self._children.look() if c.live and STAGE_OF[c.role] == stage}
         training = self._drafter.spec.training
+        targets = training.targets if isinstance(training.targets, int) else 1
         side_by_side = {
             "generation": action.world,
-            "training": (training.targets if isinstance(training.targets, int) else 1) + training.drafters,
+            "training": targets + training.drafters,
             "evaluation": 1,
         }[stage]
+        first = targets if action.role == "drafter" else 0
         for index in action.indexes:
             if (action.role, index) in alive:
                 continue
@@ -328,7 +331,11 @@ class Local:
                 command=self._command(
                     action, index, self._port, resource=self._home.resource, hashes=self._outputs.hashes
                 ),
-                environment={**thread_limits(side_by_side), **self._environment},
+                environment={
+                    **thread_limits(side_by_side),
+                    **self._environment,
+                    **gpu_share(gpus, first + index, side_by_side),
+                },
                 log=self._home.logs / f"{group}-{index}.log",
             )
             log.info("started %s %d (attempt %d): process %s", action.role, index, action.attempt, child.id)
@@ -415,6 +422,18 @@ def thread_limits(processes: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def gpu_share(gpus: Sequence[str], place: int, processes: int) -> dict[str, str]:
+    """The variable that gives one of `processes` side by side its GPUs: a slice, or a turn where they are few.
+
+    Targets have the first ones and drafters those behind. Nothing where there is no choice.
+    """
+    if len(gpus) < 2:
+        return {}
+    each = max(1, len(gpus) // processes)
+    mine = [gpus[(place * each + i) % len(gpus)] for i in range(each)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
 
 
 def cores() -> int:

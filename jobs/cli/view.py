@@ -13,6 +13,7 @@ from rich.text import Text
 
 from dflash.planning.spending import Projection
 from dflash.progress import Progress
+from operators.accounts import visible_gpus
 from operators.local import Snapshot
 from operators.observed import STAGE_OF, STAGES, Stage
 
@@ -82,7 +83,7 @@ def describe(snapshot: Snapshot) -> str:
     if progress is None or snapshot.summary.phase not in _ACTIVE:
         return snapshot.summary.message
     parts = [amount(progress), pace(progress), figures(progress), progress.message]
-    parts += cost(snapshot.projection)
+    parts += _told_cost(snapshot.projection)
     return ", ".join(part for part in parts if part)
 
 
@@ -97,7 +98,7 @@ def render(name: str, snapshot: Snapshot) -> Group:
         lines.append(Text(message, style="yellow" if snapshot.trouble else "dim", overflow="fold"))
     at_work = snapshot.progress.get(snapshot.stage) if snapshot.stage else None
     if at_work is not None:
-        said = [*remarks(at_work), *cost(snapshot.projection)]
+        said = [*remarks(at_work), *_told_cost(snapshot.projection)]
         lines += [Text(sentence, style="dim", overflow="fold") for sentence in said]
     failure = snapshot.summary.failure
     if failure is not None:
@@ -180,6 +181,11 @@ def cost(projection: Projection) -> list[str]:
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(projection.ends_at))
     end = f"{projection.through} ends about {when}, at {_hours(projection.gpu_hours, projection.cost)}"
     return [spent, end]
+
+
+def _told_cost(projection: Projection) -> list[str]:
+    """The same while it runs here; on a machine without a GPU and without a price it would say nothing."""
+    return cost(projection) if visible_gpus() or projection.price is not None else []
 
 
 def _hours(gpu_hours: float, money: float | None) -> str:

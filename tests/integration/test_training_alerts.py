@@ -42,9 +42,9 @@ def run_to_the_end(
     steps_per_second: float,
     slow: float | None = None,
     **training: object,
-) -> tuple[list[str], float]:
-    """What it said was wrong, and the steps a second that it reached."""
-    training = {"epochs": 8, **training}
+) -> list[str]:
+    """What it said was wrong."""
+    training = {"epochs": 6, **training}
     with TrainingRun(
         server, store, folder, samples=24, target=target, training=training, interval=0.01
     ) as run:
@@ -53,29 +53,26 @@ def run_to_the_end(
         assert drafter.wait(200.0) == 0, drafter.said()[-4000:]
         target_process.wait(60.0)
         rows = read_rows(store.get(layout.drafter(run.run, "metrics.jsonl")))
-    times = [(row["global_step"], row["time"]) for row in rows if "progress/share" in row]
-    (first, began), (last, ended) = times[0], times[-1]
-    return [row["event"] for row in rows if "event" in row], (last - first) / (ended - began)
+    return [row["event"] for row in rows if "event" in row]
 
 
-def test_a_slow_and_dull_run_says_so_and_one_in_time_raises_no_alert_of_its_schedule(
+def test_a_run_in_time_raises_no_alert_of_its_schedule(
     s3_server: EmbeddedStore, store: Store, tmp_path: Path, target: Path
 ) -> None:
-    said, reached = run_to_the_end(
-        s3_server, store.under("well"), tmp_path / "well", target, steps_per_second=0.05, learningRate=0.01
-    )
+    said = run_to_the_end(s3_server, store, tmp_path, target, steps_per_second=0.02)
     # On a busy machine either side may wait long, and a random target teaches little: here the time is asked.
     assert not [text for text in said if "warm-up's rate" in text], said
 
-    said, _ = run_to_the_end(
-        s3_server,
-        store.under("ill"),
-        tmp_path / "ill",
-        target,
-        steps_per_second=reached,
-        slow=4.0 / reached,
-        learningRate=1e-9,
+
+def test_a_run_that_is_slow_and_dull_says_that_it_is_late_starved_and_learns_nothing(
+    s3_server: EmbeddedStore, store: Store, tmp_path: Path, target: Path
+) -> None:
+    said = run_to_the_end(
+        s3_server, store, tmp_path, target, steps_per_second=20.0, slow=0.3, learningRate=1e-9
     )
-    for alert in ("at the warm-up's rate; see the bottleneck", "the acceptance length stays at 1."):
+    for alert in (
+        "at the warm-up's rate; see the bottleneck",
+        "of the time for hidden states; add targets",
+        "the acceptance length stays at 1.",
+    ):
         assert [text for text in said if alert in text], said
-    assert [text for text in said if "wait" in text and "for hidden states" in text], said
