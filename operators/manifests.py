@@ -21,7 +21,7 @@ from operators import names
 from operators.actions import Start
 from operators.kube import Object
 from operators.observed import ROLES, Role
-from operators.pods import ATTEMPT, DRAFTER, HASH, MAIN, PREFIX, ROLE, WORLD
+from operators.pods import ATTEMPT, DRAFTER, HASH, MAIN, PREFIX, ROLE, WORLD, is_gpu
 
 RESOURCE = f"{PREFIX}/resource"
 """Annotation with the resolved Drafter: the pod's own, so that it is as immutable as the Job."""
@@ -107,10 +107,20 @@ def job(template: Object, start: Start, owner: Owner, work: Work, completions: i
     )
     main["command"] = [*main.get("command", ["python"]), "-m", f"jobs.{start.role}"]
     main["args"] = [*arguments(start, name, owner.namespace, work), *main.get("args", [])]
+    if start.role == "target":
+        _at_least_gpus(main, work.drafter.spec.training.target_devices)
     main["env"] = merge_named(_environment(), main.get("env", []))
     secrets = [work.drafter.spec.storage.secret_ref, work.drafter.spec.tracking.wandb.secret_ref]
     main["envFrom"] = main.get("envFrom", []) + [{"secretRef": {"name": s}} for s in secrets if s]
     return made
+
+
+def _at_least_gpus(container: Object, count: int) -> None:
+    """A target that is spread over several GPUs has as many, whatever the chart gives; on CPUs none."""
+    limits = (container.get("resources") or {}).get("limits") or {}
+    for name, has in limits.items():
+        if is_gpu(name) and int(has) > 0:
+            limits[name] = max(int(has), count)
 
 
 def arguments(start: Start, group: str, namespace: str, work: Work) -> list[str]:

@@ -70,8 +70,13 @@ def gpus_of(pod: Object) -> int:
     total = 0
     for container in pod["spec"]["containers"]:
         limits = (container.get("resources") or {}).get("limits") or {}
-        total += sum(int(count) for name, count in limits.items() if name.partition("/")[2] == "gpu")
+        total += sum(int(count) for name, count in limits.items() if is_gpu(name))
     return total
+
+
+def is_gpu(resource: str) -> bool:
+    """Whether a resource's name is of GPUs, of any vendor."""
+    return resource.partition("/")[2] == "gpu"
 
 
 def _awaited(job: Object, seen: list[Child]) -> list[Child]:

@@ -11,7 +11,7 @@ from dflash.resource import Drafter
 from operators import manifests
 from operators.actions import Start
 from operators.manifests import Owner, Work, merge
-from operators.observed import ROLES
+from operators.observed import ROLES, Role
 
 Object = dict[str, Any]
 DATASET, RUN, EVALUATION = "d" * 16, "r" * 16, "e" * 16
@@ -137,6 +137,17 @@ def test_chart_and_drafter_may_patch_the_pod_and_lists_of_named_things_merge_by_
     assert [v["name"] for v in spec["volumes"]] == ["shm", "cache", "dflash-resource"]
     assert spec["nodeSelector"] == {"gpu": "h200"}
     assert "podTemplatePatch" not in job
+
+
+@pytest.mark.parametrize(("role", "chart", "wanted"), [
+    ("target", 1, 4), ("target", 8, 8), ("target", 0, 0), ("drafter", 1, 1),
+])  # fmt: skip
+def test_a_target_over_several_gpus_has_as_many(role: Role, chart: int, wanted: int) -> None:
+    limits = {"resources": {"limits": {"nvidia.com/gpu": chart, "memory": "64Gi"}}}
+    gpus = {"spec": {"containers": [{"name": "main", **limits}]}}
+    start = Start(role, RUN, 0, (0,), 1)
+    job = made(start, {**TEMPLATE, "podTemplatePatch": gpus}, training={"targetDevices": 4})
+    assert main(job)["resources"]["limits"] == {"nvidia.com/gpu": wanted, "memory": "64Gi"}
 
 
 def test_null_deletes_and_other_lists_are_replaced() -> None:
