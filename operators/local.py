@@ -314,10 +314,11 @@ class Local:
         targets = training.targets if isinstance(training.targets, int) else 1
         side_by_side = {
             "generation": action.world,
-            "training": targets + training.drafters,
+            "training": targets * training.target_devices + training.drafters,
             "evaluation": 1,
         }[stage]
-        first = targets if action.role == "drafter" else 0
+        first = targets * training.target_devices if action.role == "drafter" else 0
+        each = training.target_devices if action.role == "target" else 1
         for index in action.indexes:
             if (action.role, index) in alive:
                 continue
@@ -334,7 +335,7 @@ class Local:
                 environment={
                     **thread_limits(side_by_side),
                     **self._environment,
-                    **gpu_share(gpus, first + index, side_by_side),
+                    **gpu_share(gpus, first + index * each, side_by_side, each),
                 },
                 log=self._home.logs / f"{group}-{index}.log",
             )
@@ -424,16 +425,17 @@ def thread_limits(processes: int) -> dict[str, str]:
     }
 
 
-def gpu_share(gpus: Sequence[str], place: int, processes: int) -> dict[str, str]:
-    """The variable that gives one of `processes` side by side its GPUs: a slice, or a turn where they are few.
+def gpu_share(gpus: Sequence[str], place: int, processes: int, places: int = 1) -> dict[str, str]:
+    """The variable that gives one of `processes` side by side its GPUs: a slice, or turns where they are few.
 
-    Targets have the first ones and drafters those behind. Nothing where there is no choice.
+    A target over several devices has as many `places`, and the share of each. Targets have the first ones
+    and drafters those behind. Nothing where there is no choice.
     """
     if len(gpus) < 2:
         return {}
     each = max(1, len(gpus) // processes)
-    mine = [gpus[(place * each + i) % len(gpus)] for i in range(each)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+    mine = [gpus[(place * each + i) % len(gpus)] for i in range(each * places)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(mine))}
 
 
 def cores() -> int:

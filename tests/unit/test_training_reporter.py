@@ -23,17 +23,18 @@ STATS = ClientStats(
 )
 
 
-def sums(steps: int) -> StepSums:
+def sums(steps: int, learnt: float = 0.0) -> StepSums:
+    """Of so many steps, `learnt` (0 to 1) of the way from a loss of 2 to 1."""
     one = torch.tensor(float(steps))
     slots = torch.tensor([0.0, 4.0, 4.0, 4.0]) * steps
     return StepSums(
-        loss=2 * one,
+        loss=(2 - learnt) * one,
         weight=one,
         cross_entropy=one,
         divergence=one,
         counts=slots,
-        correct=slots / 2,
-        acceptance=6 * one,
+        correct=slots / 2 * (1 + learnt),
+        acceptance=(6 + 4 * learnt) * one,
         blocks=4 * one,
         nonfinite=0 * one,
     )
@@ -58,6 +59,7 @@ class World:
         checkpoint: Checkpoint | None = None,
         outlook: Foretold | None = None,
         cost_limit: float | None = None,
+        dropped_share: float | None = None,
     ) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []
         self.events: list[str] = []
@@ -67,10 +69,18 @@ class World:
         self.committed_at = time.monotonic()
         self.store_seconds = 0.1
         self.busy = False
-        self.step = 0
+        self.step, self.learnt = 0, 0.0
         self.new: dict[str, float] = {}
         training = Training(batch_size=4, checkpoint=checkpoint or Checkpoint(every_steps=10_000))
-        run = Run(training, steps=100, attempt=2, world=1, interval_seconds=interval, cost_limit=cost_limit)
+        run = Run(
+            training,
+            steps=100,
+            attempt=2,
+            world=1,
+            interval_seconds=interval,
+            dropped_share=dropped_share,
+            cost_limit=cost_limit,
+        )
         self.reporter = Reporter(
             run,
             self,  # type: ignore[arg-type]
@@ -99,7 +109,7 @@ class World:
         counts = {**dict.fromkeys((*COUNTS, "gradient_norm", "skipped", "weightless"), 0.0), **self.new}
         self.new = {}
         steps, self._steps = self._steps, 0
-        return sums(steps), counts
+        return sums(steps, self.learnt), counts
 
     def settle(self) -> None: ...
 
@@ -247,3 +257,31 @@ def test_a_run_that_will_cost_more_than_its_limit_says_so_once(limit: float | No
     world.take_steps(1)
     assert len(world.events) == told
     assert all("tracking.costLimit is 100.00" in text for text in world.events)
+
+
+BUSY = replace(STATS, targets=(TargetStats("target-0", True, 3, 300, 10, 0.02),))
+FAULTS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "it learns nothing": ("the loss is not falling", "the accuracy is flat"),
+    "gradients explode": ("the gradient's norm is",),
+    "gradients are not finite": ("the gradient was not finite",),
+    "targets idle": ("targets are idle",),
+    "answers were dropped": ("of the answers are dropped",),
+    "replies are bad": ("replies with hidden states were refused",),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_whole_run_with_a_fault_raises_its_alerts_and_no_other(fault: str) -> None:
+    world = World(dropped_share=0.5 if fault == "answers were dropped" else 0.02)
+    for step in range(100):
+        bad = step if fault == "replies are bad" else 0
+        idle = STATS if fault == "targets idle" else BUSY
+        world.stats = replace(idle, bad_replies=bad, delivered=4 * step)
+        world.learnt = 0.0 if fault == "it learns nothing" else step / 100
+        norm = 50.0 if fault == "gradients explode" and step > 60 else 0.5
+        skipped = 1.0 if fault == "gradients are not finite" and step % 10 == 5 else 0.0
+        world.take_steps(1, gradient_norm=norm * (1 - skipped), skipped=skipped)
+    assert len(world.events) == len(FAULTS[fault]), world.events
+    for words in FAULTS[fault]:
+        assert [text for text in world.events if words in text], world.events
