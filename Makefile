@@ -36,7 +36,7 @@ $(UV):
 	@UV_PROJECT_ENVIRONMENT=.venv-serve $(UV) sync --frozen --quiet --extra sglang
 	@touch $@
 
-demo: .venv/.synced  ## Train and measure a drafter for a small real model, here, in about ten minutes
+demo: .venv/.synced $(if $(filter sglang,$(ENGINE)),.venv-serve/.synced)  ## Train and measure a drafter for a small real model, here, in about ten minutes
 	@$(RUN) -m jobs.demo
 
 test: lint  ## Lint, type-check and run all tests but the longest and the serving engine's

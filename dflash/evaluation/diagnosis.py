@@ -67,7 +67,7 @@ def diagnose(
     `mask_candidates` are token ids that could have been the mask in training.
     """
     shape = drafter.shape
-    variants = list(_variants(shape, mask_candidates))
+    variants = list(_variants(shape, mask_candidates, target.facts.rope_theta))
     taps = sorted({tap for variant in variants for tap in variant.shape.taps})
     streaks: dict[str, list[int]] = {variant.name: [] for variant in variants}
     for prompt, answer in texts:
@@ -84,7 +84,8 @@ def diagnose(
     return _conclude(variants, {name: np.array(found, dtype=np.float64) for name, found in streaks.items()})
 
 
-def _variants(shape: DraftShape, mask_candidates: Sequence[int]) -> Iterator[_Variant]:
+def _variants(shape: DraftShape, mask_candidates: Sequence[int], theta: float) -> Iterator[_Variant]:
+    """`theta`: the target's own rotary base, which a drafter takes over unless it is told otherwise."""
     yield _Variant("as declared", "", shape)
     for step, word in ((1, "later"), (-1, "earlier")):
         taps = tuple(tap + step for tap in shape.taps)
@@ -97,10 +98,10 @@ def _variants(shape: DraftShape, mask_candidates: Sequence[int]) -> Iterator[_Va
             if len(shape.taps) > 1 and 0 <= moved < shape.target_layers and list(taps) == sorted(set(taps)):
                 fault = f"tap {tap} is off by one layer: it was trained on {moved}"
                 yield _Variant(f"tap {tap} read at {moved}", fault, replace(shape, taps=taps))
-    for theta in _THETAS:
-        if theta != shape.rope_theta:
-            fault = f"rope_theta is wrong: it was trained with {theta:g}, not {shape.rope_theta:g}"
-            yield _Variant(f"rope_theta {theta:g}", fault, replace(shape, rope_theta=theta))
+    for base in sorted({*_THETAS, theta}):
+        if base != shape.rope_theta:
+            fault = f"rope_theta is wrong: it was trained with {base:g}, not {shape.rope_theta:g}"
+            yield _Variant(f"rope_theta {base:g}", fault, replace(shape, rope_theta=base))
     for token in mask_candidates:
         if token != shape.mask_token_id:
             fault = f"mask_token_id is wrong: it was trained with {token}, not {shape.mask_token_id}"

@@ -1,8 +1,9 @@
 """Tokens a second through our worker, against the engine's own benchmark at the same concurrency.
 
-Both drive the same real SGLang server (on the CPU, with the demo's target), in turns, with prompts and
-answers of about the same length. `ratio` is the median of worker over `sglang.bench_serving`; the worker's
-side has everything in it: template, gate, Parquet, commits to a real S3 server.
+Both drive the same real SGLang server (on the CPU, with the demo's target), in turns: the worker first, then
+`sglang.bench_serving` with prompts and answers of the mean lengths that the worker's had. `ratio` is the
+median of worker over it; the worker's side has everything in it: template, gate, Parquet, commits to a real
+S3 server.
 """
 
 import asyncio
@@ -17,9 +18,9 @@ from dflash.engines.engine import Completion, Request
 from dflash.engines.sglang import Patience, SglangEngine
 from dflash.resource.generation import Gate, Generation
 from dflash.storage.embedded import EmbeddedStore
+from jobs.demo.sglang_cpu import PYTHON
 from tests.support.generation import make_worker
-from tests.support.sglang_cpu import PYTHON
-from tests.support.sglang_cpu.server import SglangOnCpu
+from tests.support.sglang_server import SglangOnCpu
 
 CONCURRENCY = 16
 TOKENS = 48
@@ -35,10 +36,12 @@ def run(quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name, EmbeddedStore(Path(name, "s3")) as store:
         folder = Path(name)
         with SglangOnCpu(model, folder / "server.log", "--disable-radix-cache") as server:
-            _own_benchmark(server.url, model, CONCURRENCY, folder)  # warms the server up
+            _own_benchmark(server.url, model, CONCURRENCY, folder, 48, TOKENS)  # warms the server up
             for number in range(rounds):
-                theirs.append(_own_benchmark(server.url, model, prompts, folder))
-                ours.append(_worker(store, server.url, model, prompts, folder, number))
+                engine = _worker(store, server.url, model, prompts, folder, number)
+                ours.append(engine.tokens / engine.seconds)
+                asked, answered = round(engine.asked / prompts), round(engine.tokens / prompts)
+                theirs.append(_own_benchmark(server.url, model, prompts, folder, asked, answered))
     ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
     return {
         "ratio": statistics.median(ratios),
@@ -47,14 +50,15 @@ def run(quick: bool) -> dict[str, float]:
     }
 
 
-def _own_benchmark(url: str, model: Path, prompts: int, folder: Path) -> float:
+def _own_benchmark(url: str, model: Path, prompts: int, folder: Path, asked: int, answered: int) -> float:
+    """Tokens a second that the engine's benchmark gets with so many tokens a prompt and an answer."""
     output = folder / "bench.jsonl"
     output.unlink(missing_ok=True)
     subprocess.run(
         [
             *(str(PYTHON), "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", url),
             *("--model", str(model), "--dataset-name", "random-ids", "--random-range-ratio", "1.0"),
-            *("--random-input-len", "48", "--random-output-len", str(TOKENS)),
+            *("--random-input-len", str(asked), "--random-output-len", str(answered)),
             *("--num-prompts", str(prompts), "--max-concurrency", str(CONCURRENCY), "--warmup-requests", "0"),
             *("--disable-tqdm", "--output-file", str(output)),
         ],
@@ -65,10 +69,14 @@ def _own_benchmark(url: str, model: Path, prompts: int, folder: Path) -> float:
 
 
 class _Counting(SglangEngine):
-    """Counts produced tokens, and knows when the first question after the canaries was asked."""
+    """Counts tokens, and the time from the first question after the canaries on."""
 
     began = 0.0
+    seconds = 0.0
+    asked = 0
+    """Tokens of prompts."""
     tokens = 0
+    """Tokens of answers."""
 
     async def generate(self, request: Request) -> Completion:
         """As always."""
@@ -76,11 +84,15 @@ class _Counting(SglangEngine):
         if not canary and not self.began:
             self.began = time.monotonic()
         completion = await super().generate(request)
-        self.tokens += 0 if canary else len(completion.output_ids)
+        if not canary:
+            self.asked += len(request.prompt_ids)
+            self.tokens += len(completion.output_ids)
         return completion
 
 
-def _worker(store: EmbeddedStore, url: str, model: Path, prompts: int, folder: Path, number: int) -> float:
+def _worker(
+    store: EmbeddedStore, url: str, model: Path, prompts: int, folder: Path, number: int
+) -> _Counting:
     from dflash.model.tokenizer import load_tokenizer
 
     path = folder / f"prompts-{number}.jsonl"
@@ -113,4 +125,5 @@ def _worker(store: EmbeddedStore, url: str, model: Path, prompts: int, folder: P
         tokenizer=load_tokenizer(str(model)),
     )
     asyncio.run(worker.run())
-    return engine.tokens / (time.monotonic() - engine.began)
+    engine.seconds = time.monotonic() - engine.began
+    return engine

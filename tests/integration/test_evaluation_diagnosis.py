@@ -12,8 +12,8 @@ from dflash.resource.model import DraftModel
 from tests.support.overfit import Text, answers_of, loaded, trained
 from tests.support.tiny import save_tiny_target
 
-# Trains several drafters to a measured margin: minutes on two cores, so not for every change.
-pytestmark = pytest.mark.soak
+# Trains three drafters: about a minute of one core.
+pytestmark = pytest.mark.timeout(900)
 
 MASKS = [256, 300, 301]
 
@@ -55,7 +55,7 @@ def test_a_sound_drafter_has_no_fault(scene, good: DFlashDrafter) -> None:  # ty
     [
         ({"taps": (2, 4)}, "trained on [1, 3], not [2, 4]"),
         ({"taps": (1, 4)}, "tap 4 is off by one layer: it was trained on 3"),
-        ({"rope_theta": 1e7}, "rope_theta is wrong"),
+        ({"rope_theta": 1e7}, "rope_theta is wrong: it was trained with 50000, not 1e+07"),
         ({"mask_token_id": 256}, "mask_token_id is wrong: it was trained with 300"),
     ],
     ids=["every tap", "one tap", "rotary base", "mask token"],
@@ -75,7 +75,8 @@ def test_shifted_labels_are_named(scene) -> None:  # type: ignore[no-untyped-def
 
 def test_causal_training_served_bidirectional_is_named(scene) -> None:  # type: ignore[no-untyped-def]
     target, tables, texts = scene
-    causal = shape_for(target, sliding_window=2048, layer_types=["sliding_attention"] * 2)
+    # Measured: 9.8 of 12 tokens where causal it has all 12. Within a block of 6 it hardly matters: 5.9 of 6.
+    causal = shape_for(target, block_size=12, sliding_window=2048, layer_types=["sliding_attention"] * 2)
     drafter = trained(target, tables, causal, texts)
     served = served_as(drafter, layer_types=("full_attention",) * 2, sliding_window=None)
     assert "trained causal" in diagnose(target, tables, served, texts, MASKS).fault

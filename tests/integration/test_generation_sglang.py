@@ -18,7 +18,7 @@ from dflash.engines.sglang import Patience, SglangEngine
 from dflash.resource.generation import Gate, Generation, Sampling
 from dflash.resource.target import Target
 from dflash.storage.store import Store
-from tests.support import sglang_cpu
+from jobs.demo import sglang_cpu
 from tests.support.generation import committed_prompts, make_worker
 from tests.support.thinking import QUESTIONS, save_thinking_target
 from tests.support.tiny_tokenizer import SPECIALS, STRIPPING, tiny_tokenizer

@@ -11,7 +11,7 @@ from dflash.engines.server import launch_command
 from dflash.evaluation import launch
 from dflash.resource.generation import Generation, Speculation
 from dflash.resource.target import Target
-from tests.support import sglang_cpu
+from jobs.demo import sglang_cpu
 from tests.support.tiny import draft_shape
 
 pytestmark = [
