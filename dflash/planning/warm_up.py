@@ -70,6 +70,7 @@ def settings_of(spec: DrafterSpec) -> str:
         "drafter": inputs_of(spec.drafter),
         "training": inputs_of(spec.training),
         "fleet": [spec.generation.replicas, spec.training.targets, spec.training.drafters],
+        "devices": spec.training.target_devices,
         "window": [spec.training.queue_depth, spec.training.micro_batch_tokens],
         "packed": spec.training.target_batch_tokens,
     }
