@@ -86,6 +86,11 @@ RULES: dict[str, list[tuple[str, str]]] = {
             "self.evaluation.waitSeconds < self.progressDeadlineSeconds",
             "evaluation.waitSeconds must be below progressDeadlineSeconds",
         ),
+        (
+            "self.targetDevices == 1 || "
+            "(self.evaluation.everySteps == 0 && self.evaluation.everyMinutes == 0.0)",
+            "evaluation while training needs targetDevices 1",
+        ),
     ],
     "training.evaluation": [
         (

@@ -84,18 +84,21 @@ def pod_memory(
     packed = max(float(training.target_batch_tokens), work.length)
     width = value_bytes(spec.target.dtype)
     # A layer's residual, normed input, attention and both halves of the MLP live at once.
-    layer = 4 * facts.hidden_size + 2 * facts.heads * facts.head_dim + 3 * facts.intermediate_size
+    # Over several devices each has its share of the heads, of the MLP and of the weights.
+    devices = training.target_devices
+    split = (2 * facts.heads * facts.head_dim + 3 * facts.intermediate_size) / devices
+    layer = 4 * facts.hidden_size + split
     target = PodMemory(
         "target",
-        weights
-        | {
+        {
+            "weights": weights["weights"] / devices,
             "activations": packed * layer * width,
             # One batch is computed while the one before is being sent.
             "states": 2 * sample_bytes(job, packed),
         }
         | reserved,
         gpu.memory_bytes,
-        "lower training.targetBatchTokens, or choose a larger GPU",
+        "lower training.targetBatchTokens, raise training.targetDevices, or choose a larger GPU",
     )
     return generation, target, _drafter(job, work, drafters, reserved)
 

@@ -30,7 +30,10 @@ class DecodeRate:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one GPU each. Samples per second in training; `flops` are of one sample."""
+    """Of one GPU each, but for a target over several devices. Samples per second in training.
+
+    `flops` are of one sample.
+    """
 
     generation: DecodeRate
     target_samples: float
@@ -110,7 +113,11 @@ def rates(job: Job, work: Workload, assumed: Assumptions) -> Rates:
         seen=work.seen(),
         teacher_rows=round(work.teacher_rows),
     ).flops
-    target = gpu.bf16_flops * assumed["target_efficiency"] / target_flops
+    link = (job.network or gpu.peer_bandwidth) * assumed["link_efficiency"]
+    target = 1 / (
+        target_flops / (gpu.bf16_flops * assumed["target_efficiency"] * spec.training.target_devices)
+        + _sums_seconds(job, work.length, gpu.peer_bandwidth * assumed["link_efficiency"])
+    )
     drafter = gpu.bf16_flops * assumed["drafter_efficiency"] / drafter_flops
     return Rates(
         generation=DecodeRate(tokens, batch, decode.bound),
@@ -120,8 +127,15 @@ def rates(job: Job, work: Workload, assumed: Assumptions) -> Rates:
         drafter_flops=float(drafter_flops),
         sample_bytes=sample_bytes(job, work.length),
         gradient_bytes=float(_GRADIENT_BYTES * parameter_count(shape)),
-        link=(job.network or gpu.peer_bandwidth) * assumed["link_efficiency"],
+        link=link,
     )
+
+
+def _sums_seconds(job: Job, tokens: float, bandwidth: float) -> float:
+    """What a target over several devices sums up for a sample: each layer's attention and MLP, in a ring."""
+    devices, facts = job.spec.training.target_devices, job.facts
+    states = 2 * facts.layers * tokens * facts.hidden_size * value_bytes(job.spec.target.dtype)
+    return 2 * (devices - 1) / devices * states / bandwidth
 
 
 def fleet_rate(rate: Rates, targets: int, drafters: int, batch_size: int) -> Split:
@@ -137,10 +151,13 @@ def fleet_rate(rate: Rates, targets: int, drafters: int, batch_size: int) -> Spl
     return Split(targets, drafters, sides[limit], limit)
 
 
-def best_split(rate: Rates, gpus: int, batch_size: int) -> Split:
-    """The fastest split of `gpus` (at least 2); of equals, the one with most targets, which are elastic."""
+def best_split(rate: Rates, gpus: int, batch_size: int, devices: int = 1) -> Split:
+    """The fastest split of `gpus`; `devices` are those of one target. Of equals, the one with most targets.
+
+    Targets are elastic. GPUs that make no whole one are left over; there must be more than `devices`.
+    """
     splits = (
-        fleet_rate(rate, gpus - drafters, drafters, batch_size)
-        for drafters in range(1, min(gpus - 1, batch_size) + 1)
+        fleet_rate(rate, (gpus - drafters) // devices, drafters, batch_size)
+        for drafters in range(1, min(gpus - devices, batch_size) + 1)
     )
     return max(splits, key=lambda split: (split.samples_per_second, split.targets))

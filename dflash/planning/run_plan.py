@@ -81,9 +81,12 @@ class RunPlan:
 
 def plan_run(job: Job, assumed: Assumptions, counts: Sequence[int] = COUNTS) -> RunPlan:
     """Plan for each of `counts` GPUs. ConfigurationError when a count cannot hold both sides."""
-    if min(counts) < 2:
+    least = job.spec.training.target_devices + 1
+    enough = sorted({count for count in counts if count >= least})
+    if not enough or min(counts) < 2:
         raise ConfigurationError(
-            f"--gpu {job.gpu.name}:{min(counts)}: training needs a target and a drafter; give 2 GPUs or more"
+            f"--gpu {job.gpu.name}:{min(counts)}: training needs a target and a drafter; give {least} GPUs "
+            "or more"
         )
     work = workload(job, assumed)
     if work.blocks < 1:
@@ -92,7 +95,7 @@ def plan_run(job: Job, assumed: Assumptions, counts: Sequence[int] = COUNTS) -> 
             f"training.maxLength {job.spec.training.max_length}; raise it, or give shorter prompts"
         )
     rate = rates(job, work, assumed)
-    rows = tuple(_row(job, work, rate, count, assumed) for count in sorted(set(counts)))
+    rows = tuple(_row(job, work, rate, count, assumed) for count in enough)
     recommended = recommend(rows)
     shown = recommended or rows[-1]
     pods = pod_memory(job, work, shown.drafters, assumed)
@@ -131,12 +134,13 @@ def estimate_errors(assumed: Rates, measured: Rates) -> dict[str, float]:
 
 
 def _row(job: Job, work: Workload, rate: Rates, gpus: int, assumed: Assumptions) -> Row:
-    split = best_split(rate, gpus, job.spec.training.batch_size)
+    training = job.spec.training
+    split = best_split(rate, gpus, training.batch_size, training.target_devices)
     startup, lost = 60 * assumed["startup_minutes"], 1 + assumed["lost_share"]
     generation = startup + lost * work.generated_tokens / (gpus * rate.generation.tokens_per_second)
-    training = startup + lost * work.trained_samples / split.samples_per_second
+    trained = startup + lost * work.trained_samples / split.samples_per_second
     evaluation = startup + _evaluation_seconds(job, work, assumed)
-    hours = gpus * (generation + training + evaluation) / 3600
+    hours = gpus * (generation + trained + evaluation) / 3600
     cost = None if job.price is None else hours * job.price
     wire = split.samples_per_second * rate.sample_bytes
     pods = pod_memory(job, work, split.drafters, assumed)
@@ -150,7 +154,7 @@ def _row(job: Job, work: Workload, rate: Rates, gpus: int, assumed: Assumptions)
         tokens_per_second=split.samples_per_second * work.length,
         target_idle=_target_idle(rate, split),
         generation_seconds=generation,
-        training_seconds=training,
+        training_seconds=trained,
         evaluation_seconds=evaluation,
         gpu_hours=hours,
         cost=cost,
@@ -242,7 +246,12 @@ def _notes(job: Job, rate: Rates, pods: Sequence[PodMemory], row: Row) -> list[s
             f"the network limits training at {row.tokens_per_second:,.0f} tok/s: put targets and drafters "
             "into one node, or use a faster network"
         )
-    if isinstance(training.targets, int) and training.targets + training.drafters == row.gpus:
+    declared_gpus = (
+        training.targets * training.target_devices + training.drafters
+        if isinstance(training.targets, int)
+        else None
+    )
+    if isinstance(training.targets, int) and declared_gpus == row.gpus:
         declared = fleet_rate(rate, training.targets, training.drafters, training.batch_size)
         gain = row.samples_per_second / declared.samples_per_second
         if gain > 1.05:

@@ -46,6 +46,19 @@ def test_a_27b_needs_one_and_a_half_targets_for_a_drafter():
     assert within(rate.drafter_samples / rate.target_samples, 1.4, 1.2)
 
 
+def test_a_target_over_two_gpus_halves_its_memory_and_counts_twice():
+    # No published figure: what follows from the shapes. Sums over NVLink cost a few per cent of a forward.
+    spread = job(QWEN36_27B, "h100", drafter=QWEN36_DRAFT, training={"targetDevices": 2})
+    whole = job(QWEN36_27B, "h100", drafter=QWEN36_DRAFT)
+    one, two = rates_of(whole, FULL_LENGTHS), rates_of(spread, FULL_LENGTHS)
+    assert 1.7 < two.target_samples / one.target_samples < 2.0
+    row = plan_run(spread, FULL_LENGTHS, [2, 8]).rows
+    assert [r.gpus for r in row] == [8]  # two GPUs hold no target and drafter
+    assert 2 * row[0].targets + row[0].drafters in (7, 8)
+    weights = [plan_run(of, FULL_LENGTHS, [8]).pods[1].parts["weights"] for of in (whole, spread)]
+    assert weights[0] == 2 * weights[1]
+
+
 def test_a_27b_drafter_trains_as_fast_on_h100_as_was_reported():
     # SpecForge#654: 5,000 steps of one sample in 33 minutes, 2.6 a second on one H100. Within 1.25.
     assert within(rates_of(FULL, FULL_LENGTHS).drafter_samples, 2.6, 1.25)
