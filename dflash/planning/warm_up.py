@@ -28,7 +28,7 @@ _STEPS = 40
 """Optimiser steps of a warm-up, at least."""
 _INTERVAL_SECONDS = 0.5
 _LEAST_ROWS = 4
-_LEAST_ANSWERS = 20
+LEAST_ANSWERS = 20
 """Below so many answers a share says nothing."""
 _LEAST_BUSY = 0.02
 
@@ -194,7 +194,7 @@ def objections(spec: DrafterSpec, measured: WarmUp, training: Pace) -> list[str]
             f"the whole run is foretold to cost {cost:,.2f}, and tracking.costLimit is "
             f"{tracking.cost_limit:,.2f}; give fewer prompts or epochs, or see what `dflash plan` recommends"
         )
-    if measured.dropped_share > gate.max_dropped_share and measured.answers >= _LEAST_ANSWERS:
+    if measured.dropped_share > gate.max_dropped_share and measured.answers >= LEAST_ANSWERS:
         found.append(
             f"{measured.dropped_share:.0%} of {measured.answers:.0f} answers were dropped, and the gate "
             f"stops at {gate.max_dropped_share:.0%}; look at the chat template, generation.maxTokens and "

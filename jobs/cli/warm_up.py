@@ -21,6 +21,7 @@ from dflash.data.parts import Manifest
 from dflash.data.prompts import PromptSurvey, survey_prompts
 from dflash.errors import ConfigurationError
 from dflash.planning.warm_up import (
+    LEAST_ANSWERS,
     Expected,
     Pace,
     Timed,
@@ -278,8 +279,10 @@ def _conclude(spec: DrafterSpec, done: _Round) -> int:
     }
     rates = ", ".join(f"{who} {rate:,.0f}" for who, rate in told.items() if rate is not None)
     typer.echo(f"rates, tokens per second: {rates}")
+    few = ", too few to judge by" if measured.answers < LEAST_ANSWERS else ""
     typer.echo(
-        f"answers: {measured.response_tokens:,.0f} tokens on average, {measured.dropped_share:.0%} dropped"
+        f"answers: {measured.answers:.0f} of {measured.response_tokens:,.0f} tokens on average, "
+        f"{measured.dropped_share:.0%} dropped{few}"
     )
     verdict = judge(found.targets, spec.training.drafters, found.target_idle, found.drafter_wait)
     typer.echo(f"bottleneck: {verdict.sentence}")
