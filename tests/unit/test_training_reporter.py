@@ -23,8 +23,8 @@ STATS = ClientStats(
 )
 
 
-def sums(steps: int, learnt: float = 0.0) -> StepSums:
-    """Of so many steps, `learnt` (0 to 1) of the way from a loss of 2 to 1."""
+def sums(steps: int, learnt: float = 0.0, accepted: float = 0.5) -> StepSums:
+    """Of so many steps, `learnt` (0 to 1) of the way from a loss of 2 to 1; `accepted` drafts a block."""
     one = torch.tensor(float(steps))
     slots = torch.tensor([0.0, 4.0, 4.0, 4.0]) * steps
     return StepSums(
@@ -34,7 +34,7 @@ def sums(steps: int, learnt: float = 0.0) -> StepSums:
         divergence=one,
         counts=slots,
         correct=slots / 2 * (1 + learnt),
-        acceptance=(6 + 4 * learnt) * one,
+        acceptance=4 * (1 + accepted * (1 + learnt)) * one,
         blocks=4 * one,
         nonfinite=0 * one,
     )
@@ -69,7 +69,7 @@ class World:
         self.committed_at = time.monotonic()
         self.store_seconds = 0.1
         self.busy = False
-        self.step, self.learnt = 0, 0.0
+        self.step, self.learnt, self.accepted = 0, 0.0, 0.5
         self.new: dict[str, float] = {}
         training = Training(batch_size=4, checkpoint=checkpoint or Checkpoint(every_steps=10_000))
         run = Run(
@@ -109,7 +109,7 @@ class World:
         counts = {**dict.fromkeys((*COUNTS, "gradient_norm", "skipped", "weightless"), 0.0), **self.new}
         self.new = {}
         steps, self._steps = self._steps, 0
-        return sums(steps, self.learnt), counts
+        return sums(steps, self.learnt, self.accepted), counts
 
     def settle(self) -> None: ...
 
@@ -263,6 +263,7 @@ BUSY = replace(STATS, targets=(TargetStats("target-0", True, 3, 300, 10, 0.02),)
 FAULTS: dict[str, tuple[str, ...]] = {
     "none": (),
     "it learns nothing": ("the loss is not falling", "the accuracy is flat"),
+    "nothing is accepted": ("the acceptance length stays at 1.0",),
     "gradients explode": ("the gradient's norm is",),
     "gradients are not finite": ("the gradient was not finite",),
     "targets idle": ("targets are idle",),
@@ -278,6 +279,7 @@ def test_a_whole_run_with_a_fault_raises_its_alerts_and_no_other(fault: str) -> 
         bad = step if fault == "replies are bad" else 0
         idle = STATS if fault == "targets idle" else BUSY
         world.stats = replace(idle, bad_replies=bad, delivered=4 * step)
+        world.accepted = 0.0 if fault == "nothing is accepted" else 0.5
         world.learnt = 0.0 if fault == "it learns nothing" else step / 100
         norm = 50.0 if fault == "gradients explode" and step > 60 else 0.5
         skipped = 1.0 if fault == "gradients are not finite" and step % 10 == 5 else 0.0
