@@ -13,7 +13,7 @@ SHARE = "200m"
 
 def test_slow_targets_get_another_and_training_goes_faster_undisturbed(release: Release) -> None:
     limited = {"containers": [{"name": "main", "resources": {"limits": {"cpu": SHARE}}}]}
-    training = {"targets": "auto", "minTargets": 1, "maxTargets": 2, "epochs": 4000}
+    training = {"targets": "auto", "minTargets": 1, "maxTargets": 2, "epochs": 1000}
     release.apply(small_drafter("auto", training=training, pods={"target": {"spec": limited}}))
 
     def rate() -> float:
