@@ -25,7 +25,7 @@ from dflash.channel.link import (
     own_stream,
 )
 from dflash.channel.verify import find_faults
-from dflash.channel.wire import checksum, flat_bytes, slots, unpack
+from dflash.channel.wire import TRAILER_BYTES, checksum, flat_bytes, slots, unpack
 from dflash.model.states import States
 
 
@@ -167,7 +167,7 @@ class Receiver:
             raise RuntimeError("a transfer was shorter than announced, or not the one announced")
         if batch.checksum is not None and checksum([flat]) != batch.checksum:
             return ["the checksum of its transfer is wrong"] * len(states)
-        faults = find_faults(states, identity)
+        faults = find_faults(states, identity, flat[:-TRAILER_BYTES].view(states[0].taps.dtype))
         return [fault or sample for fault, sample in zip(faults, states, strict=True)]
 
     def _fail(self, error: Exception) -> None:

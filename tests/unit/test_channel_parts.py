@@ -151,8 +151,9 @@ def test_a_short_transfer_is_noticed_whichever_it_is(short):
     assert len(transfers) == 4
     transfers[short] = transfers[short][:-64]
     states = unpack(carried(transfers, lengths, identity, direct=True), lengths, identity, 3)
-    faults = find_faults(states, identity)
-    assert [bool(fault) for fault in faults] == [index == short for index in range(3)]
+    for numbers in (None, torch.cat([sample.taps.view(-1) for sample in states])):
+        faults = find_faults(states, identity, numbers)
+        assert [bool(fault) for fault in faults] == [index == short for index in range(3)]
 
 
 def test_a_buffer_of_another_batch_is_not_opened():
