@@ -4,6 +4,7 @@ A started interpreter needs seconds to import torch; a fork of one that has done
 children are processes of their own in every other way: killed, stopped and waited for like any.
 """
 
+import json
 import multiprocessing
 import os
 import signal
@@ -38,6 +39,10 @@ def start_function(body: Callable[..., Any], *arguments: Any) -> tuple[BaseProce
 
 SLOW_CAPTURE = "TEST_CAPTURE_SECONDS"
 """Seconds that a target takes longer for each batch, so that there is time to disturb a tiny run."""
+
+
+TRACE = "TEST_TRACE"
+"""A file to which drafters append, as lines of JSON, what they ask targets for and what they train."""
 
 
 class JobProcess:
@@ -108,6 +113,8 @@ def _run_job(name: str, arguments: list[str], environment: dict[str, str], log: 
     torch.set_num_threads(1)
     if SLOW_CAPTURE in environment:
         _slow_capture_down(float(environment[SLOW_CAPTURE]))
+    if TRACE in environment and name == "drafter":
+        _trace(environment[TRACE], next(a for a in arguments if a.startswith("--attempt=")).split("=")[1])
     module = __import__(f"jobs.{name}", fromlist=["main"])
     module.main()
 
@@ -122,3 +129,27 @@ def _slow_capture_down(seconds: float) -> None:
         return capture(self, *arguments, **named)
 
     TargetModel.capture = slow  # type: ignore[method-assign]
+
+
+def _trace(path: str, attempt: str) -> None:
+    from dflash.channel.window import Window
+    from dflash.training.trainer import Trainer
+
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    train, asks = Trainer._train, Window.asks
+
+    def say(**what: Any) -> None:
+        os.write(file, json.dumps(what).encode() + b"\n")  # at once: a kill leaves whole lines
+
+    def traced_train(self: Trainer, samples: list[Any], epoch: int) -> None:
+        train(self, samples, epoch)
+        trained = [sample.sample_id for sample in samples]
+        say(attempt=int(attempt), step=self.step, epoch=epoch, trained=trained)
+
+    def traced_asks(self: Window, now: float) -> Any:
+        for link, ask, payload in asks(self, now):
+            again = sum(self.scheduler.issued(item.index) > 1 for item in ask.items)
+            say(requested=len(ask.items) - again, reissued=again)
+            yield link, ask, payload
+
+    Trainer._train, Window.asks = traced_train, traced_asks  # type: ignore[method-assign]

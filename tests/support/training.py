@@ -15,7 +15,7 @@ from dflash.storage.embedded import EmbeddedStore
 from dflash.storage.store import Store
 from dflash.tracking.jsonl import read_rows
 from tests.support.datasets import commit_synthetic_dataset
-from tests.support.processes import SLOW_CAPTURE, JobProcess, free_port
+from tests.support.processes import SLOW_CAPTURE, TRACE, JobProcess, free_port
 from tests.support.tiny import save_tiny_target
 
 DATASET = "d" * 16
@@ -37,10 +37,13 @@ class TrainingRun:
         target: Path | None = None,
         interval: float = 0.5,
         held_out: int = 0,
+        trace: Path | None = None,
     ) -> None:
-        """`held_out` prompts, about, are there to measure by while training."""
+        """`held_out` prompts, about, are there to measure by while training. `trace`: see TRACE."""
         self.store, self.run = store, run
-        self._folder, self._environment = folder, server.environment
+        self._folder, self._environment = folder, dict(server.environment)
+        if trace is not None:
+            self._environment[TRACE] = str(trace)
         self._processes: list[JobProcess] = []
         folder.mkdir(parents=True, exist_ok=True)
         target = target or save_tiny_target(folder / "target", layers=5)
