@@ -31,7 +31,7 @@ FORKS.set_forkserver_preload(["tests.support.channel_load"])
 
 
 def block_capture(identity: Identity, tokens: int) -> Callable[[list[np.ndarray]], list[States]]:
-    """States are slices of one block, one behind the other while it reaches: no compute, no allocation."""
+    """States are slices of one block, one behind the other as long as it reaches: nothing is computed."""
     dtype = torch.bfloat16 if identity.dtype == "bfloat16" else torch.float32
     taps = torch.randn(tokens, identity.hidden_size * len(identity.taps)).to(dtype)
     final = torch.randn(tokens, identity.hidden_size).to(dtype) if identity.final else None
