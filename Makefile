@@ -48,7 +48,7 @@ test-cluster: .venv/.synced  ## Its part on a real Kubernetes (skipped with a re
 	@$(RUN) -m pytest -m cluster -rs tests/cluster
 
 test-sglang: .venv/.synced .venv-serve/.synced  ## The tests against the real serving engine, on the CPU
-	@$(RUN) -m pytest -m sglang tests/integration
+	@$(RUN) -m pytest -m "sglang and not soak" tests/integration
 
 lint: .venv/.synced  ## Style, types and import rules
 	@.venv/bin/ruff check

@@ -25,7 +25,7 @@ from tests.support.tiny_tokenizer import SPECIALS, STRIPPING, tiny_tokenizer
 
 pytestmark = [
     pytest.mark.sglang,
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(not sglang_cpu.available(), reason="needs `make serve-env` and a C compiler"),
 ]
 
