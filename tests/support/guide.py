@@ -23,20 +23,24 @@ _CONFIGS = {"Qwen/Qwen3-8B": QWEN3_8B, "Qwen/Qwen3.6-27B": QWEN36_27B}
 
 def commands(program: str, readme: Path = README) -> list[list[str]]:
     """Commands of the guide's shell blocks that call `program`, in order, as words; the program left out."""
-    found = []
-    for block in re.findall(r"^```sh\n(.*?)^```", readme.read_text(), re.DOTALL | re.MULTILINE):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            if words[:1] == [program]:
-                found.append(words[1:])
-    return found
+    return [words[1:] for words in _lines(readme) if words[:1] == [program]]
+
+
+def for_a_cluster(readme: Path = README) -> list[list[str]]:
+    """All that call helm or kubectl, in order, as words, with paths that hold in any folder."""
+    found = [words for words in _lines(readme) if words[:1] in (["helm"], ["kubectl"])]
+    return [[str(ROOT / w) if w.startswith(("charts/", "./charts")) else w for w in words] for words in found]
+
+
+def _lines(readme: Path) -> list[list[str]]:
+    blocks = re.findall(r"^```sh\n(.*?)^```", readme.read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def programs(readme: Path = README) -> set[str]:
     """Every program that the guide calls."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", readme.read_text(), re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return {words[0] for line in lines if (words := shlex.split(line, comments=True))}
+    return {words[0] for words in _lines(readme)}
 
 
 def run_plan(words: list[str]) -> str:
