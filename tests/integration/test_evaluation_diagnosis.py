@@ -13,7 +13,7 @@ from tests.support.overfit import Text, answers_of, loaded, trained
 from tests.support.tiny import save_tiny_target
 
 # Trains three drafters: about a minute of one core.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("diagnosis")]
 
 MASKS = [256, 300, 301]
 
