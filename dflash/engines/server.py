@@ -20,6 +20,7 @@ from pathlib import Path
 
 from dflash.engines.http import HttpClient
 from dflash.errors import ConfigurationError, TemporaryError
+from dflash.processes import dying_with_parent
 from dflash.resource.generation import Generation
 from dflash.resource.target import Target
 
@@ -32,13 +33,6 @@ READY_PATH = "/model_info"
 START_SECONDS = 3600.0
 """Longest time from start to ready: large models load for many minutes."""
 _LOG_TAIL = 2000
-_DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-os.execvp(sys.argv[1], sys.argv[1:])
-"""
-"""Becomes the server; the kernel kills it when this process is killed, so that none is left behind."""
 
 
 def launch_command(target: Target, generation: Generation, context_length: int, port: int) -> list[str]:
@@ -95,7 +89,7 @@ class ServerProcess:
         log.info("starting %s, log in %s", " ".join(command), self._log)
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _DIE_WITH_PARENT, *command],
+                dying_with_parent(command),  # none is left behind when this process is killed
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

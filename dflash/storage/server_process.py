@@ -3,14 +3,13 @@
 Not for jobs, which must be asked to stop and given time.
 """
 
-import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 from dflash.errors import TemporaryError
+from dflash.processes import dying_with_parent
 
 _STOP_SECONDS = 1.0  # it saves nothing when asked to stop (a kill loses nothing either), and takes 15 s
 
@@ -29,7 +28,7 @@ class ServerProcess:
             try:
                 with log_file.open("wb") as output:
                     self._process = subprocess.Popen(
-                        [sys.executable, "-S", "-E", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command],
+                        dying_with_parent(command),
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
@@ -79,16 +78,3 @@ class ServerProcess:
         """The last thing it logged."""
         lines = self._log_file.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
-
-
-# Run by the child before it becomes the server (the process id stays the same). Not a preexec_fn:
-# that would run Python between fork and exec of a process with threads.
-_DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-parent, command = int(sys.argv[1]), sys.argv[2:]
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() != parent:
-    sys.exit(1)
-os.execv(command[0], command)
-"""
