@@ -296,6 +296,19 @@ def test_bad_replies_are_fetched_elsewhere_and_end_the_link(member_folder, start
     assert stats.reissued > 0
 
 
+def test_a_transfer_that_is_announced_and_does_not_come_is_fetched_elsewhere(member_folder, start_target):
+    timeouts = dataclasses.replace(QUICK, transfer=1.0)
+    start_target(0, "delay", token_budget=64)
+    start_target(1, token_budget=64)
+    with connect(member_folder, queue_depth=20, timeouts=timeouts) as client:
+        seen, gap = longest_gap(client.stream(iter(make_requests(150, longest=20))))
+        stats = client.stats()
+    assert seen == list(range(150))
+    assert gap < 1.0 + 2.0
+    assert any("tensors:" in cause for cause in stats.causes), stats.causes
+    assert stats.reissued > 0
+
+
 def test_a_sample_that_is_bad_everywhere_is_named(member_folder, start_target):
     start_target(0, "nan")
     with connect(member_folder) as client:
