@@ -43,7 +43,7 @@ class Patience:
     answer: float
     """One request, from being sent to its answer."""
     progress: float
-    """Without any answer while requests are in flight, before a server counts as stuck."""
+    """Without any answer or token while requests are in flight, before a server counts as stuck."""
     absence: float
     """Without a reachable server, before the engine gives up."""
     tries: int = 2
@@ -64,6 +64,13 @@ class _Server:
         self.last_answer = time.monotonic()
         self.lost_since: float | None = None
         """When it was first found unreachable, if it is."""
+        self._used: list[int | None] = []
+
+    def saw_tokens(self, used: list[int | None]) -> None:
+        """Tokens in its cache, by rank: while these change it works, however long answers take."""
+        if used != self._used:
+            self._used = used
+            self.last_answer = time.monotonic()
 
     @property
     def load(self) -> tuple[bool, int]:
@@ -205,6 +212,7 @@ class SglangEngine(Engine):
                     status, answer = await server.client.get(_LOAD_PATH, 10.0)
                     if status == 200 and isinstance(answer, dict):
                         loads = answer.get("loads", [])
+                        server.saw_tokens([load.get("num_used_tokens") for load in loads])
                         waiting = sum(int(load.get("num_waiting_reqs", 0)) for load in loads)
                         self._pace.queue_seen(waiting, sum(other.outstanding for other in self._servers))
 

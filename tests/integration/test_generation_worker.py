@@ -202,6 +202,16 @@ def test_a_server_that_looks_healthy_but_generates_nothing_ends_the_worker(
     assert find_manifest(store, "d") is None
 
 
+def test_a_slow_server_is_not_stuck_while_its_tokens_flow(store: Store, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path, 4)
+    patience = PATIENCE.__class__(answer=60.0, progress=3.0, absence=30.0)
+    with FakeSglang() as fake:
+        worker = make_worker(store, prompts, urls=[fake.url], patience=patience)
+        fake.behaviour.delay, fake.behaviour.flowing = 7.0, True
+        run(worker)
+    check_dataset(store, prompts)
+
+
 def test_a_server_too_busy_for_its_probes_is_left_alone_while_answers_come(
     store: Store, tmp_path: Path
 ) -> None:

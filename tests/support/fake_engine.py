@@ -41,6 +41,8 @@ class Behaviour:
     too_long: Callable[[list[int]], bool] = lambda ids: False
     """Prompts that are answered 400."""
     delay: float = 0.0
+    flowing: bool = False
+    """Says that tokens are produced while requests wait for their answers."""
     waiting: int = 0
     """Length of the queue that it reports."""
     unhealthy: bool = False
@@ -96,7 +98,9 @@ class FakeSglang:
         if b.unhealthy and path != "/generate":
             return 503, {"error": {"message": "not healthy"}}
         if path == "/v1/loads":
-            return 200, {"loads": [{"num_running_reqs": self.open_now, "num_waiting_reqs": b.waiting}]}
+            used = self.paths[path] if b.flowing else 0
+            load = {"num_running_reqs": self.open_now, "num_waiting_reqs": b.waiting, "num_used_tokens": used}
+            return 200, {"loads": [load]}
         if path == "/tokenize":
             return (200, {"tokens": b.renders}) if b.renders else (404, {"detail": "not found"})
         if path != "/generate":
