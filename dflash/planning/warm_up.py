@@ -24,9 +24,9 @@ from dflash.resource.training import TrainingEvaluation
 _HELD_OUT = 8
 """Prompts held out of a warm-up, about."""
 _QUESTIONS = 8
-_STEPS = 40
+_STEPS = 60
 """Optimiser steps of a warm-up, at least."""
-_INTERVAL_SECONDS = 0.5
+_INTERVAL_SECONDS = 0.1
 _LEAST_ROWS = 4
 LEAST_ANSWERS = 20
 """Below so many answers a share says nothing."""

@@ -152,7 +152,7 @@ def test_asked_to_stop_a_group_commits_and_ends_with_143_and_goes_on_later(
     s3_server: EmbeddedStore, store: Store, tmp_path: Path, target: Path, undisturbed: Undisturbed, world: int
 ) -> None:
     with start(s3_server, store, tmp_path, target, checkpoint={"everySteps": 1000}) as run:
-        serving = run.target(slow=0.15)
+        serving = run.target(slow=0.5)
         group = run.drafters(world=world, attempt=0)
         run.wait_for_step(2)
         group[-1].send(signal.SIGTERM)  # one rank is told; all stop
