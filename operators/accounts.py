@@ -37,6 +37,14 @@ def read_spending(store: Store, name: str) -> Spending:
     return Spending.model_validate(document) if document else Spending()
 
 
+def write_spending(store: Store, name: str, spending: Spending) -> None:
+    """Put down what was spent. A store that is away is told, and gets the next copy."""
+    try:
+        store.put(layout.spending(name), to_json(spending.model_dump(by_alias=True)))
+    except DflashError as error:
+        log.warning("what was spent could not be written down: %s", error, extra={"drafter": name})
+
+
 class Accounts:
     """The books of one executor on this machine, all of whose GPUs are paid for while a stage works."""
 
@@ -75,12 +83,9 @@ class Accounts:
             self.save(now)
 
     def save(self, now: float) -> None:
-        """Write the books down. A store that is away is told, and gets the next copy."""
+        """Write the books down."""
         self._saved_at = now
-        try:
-            self._store.put(layout.spending(self._name), to_json(self.spending.model_dump(by_alias=True)))
-        except DflashError as error:
-            log.warning("what was spent could not be written down: %s", error)
+        write_spending(self._store, self._name, self.spending)
 
 
 def visible_gpus() -> list[str]:

@@ -5,7 +5,6 @@ that is away is told as TemporaryError within seconds, since a worker that waits
 """
 
 import hashlib
-import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -16,7 +15,6 @@ import orjson
 
 from dflash import layout
 from dflash.data.sources import source_files
-from dflash.errors import DflashError
 from dflash.planning.spending import Spending
 from dflash.planning.warm_up import WarmUp
 from dflash.progress import Progress
@@ -24,7 +22,8 @@ from dflash.resource import Drafter
 from dflash.resource.hashes import StageHashes
 from dflash.resource.storage import Storage
 from dflash.storage.location import StoreLocation, location_of
-from dflash.storage.store import Store, to_json
+from dflash.storage.store import Store
+from operators.accounts import write_spending
 from operators.actions import Promote
 from operators.observe import (
     Movement,
@@ -39,8 +38,6 @@ from operators.observed import Committed, Stage, StageProgress
 from operators.owner import claim
 from operators.plan import spec_digest
 from operators.purge import purge
-
-log = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS = 5.0
 _STAMP_SECONDS = 60.0
@@ -124,11 +121,7 @@ class StoreView:
         if known is None or (soon and spending.gpus > 0):
             return
         known.accounted_at = time.monotonic()
-        try:
-            document = to_json(spending.model_dump(by_alias=True))
-            self._store(drafter.spec.storage).put(layout.spending(name), document)
-        except DflashError as error:
-            log.warning("what was spent could not be written down: %s", error, extra={"drafter": name})
+        write_spending(self._store(drafter.spec.storage), name, spending)
 
     def _warm_up(self, name: str, store: Store, known: _Known) -> WarmUp | None:
         if time.monotonic() - known.warm_up_checked_at >= _STAMP_SECONDS:
