@@ -372,14 +372,22 @@ class Cluster:
         if isinstance(action, Start):
             self._start(action, owner, work)
         elif isinstance(action, StopGroup):
-            name = names.group(owner.name, action.role, action.hash, action.attempt)
-            log.info("stopping %s: %s", name, action.reason, extra={"drafter": owner.name})
-            self._kube.delete(JOBS, self._namespace, name)
-            self._kube.delete(SERVICES, self._namespace, name, "Background")
+            self._stop(names.group(owner.name, action.role, action.hash, action.attempt), action, owner)
         elif isinstance(action, StopChild):
             self._shrink(action.child, owner)
         elif isinstance(action, Promote):
             self._view.promote(work.drafter, action)
+
+    def _stop(self, name: str, action: StopGroup, owner: manifests.Owner) -> None:
+        known = self._caches.jobs.get(name)
+        if known and "deletionTimestamp" in known["metadata"]:
+            # Asked for already. Its pods go when garbage collector and kubelet come to it, which takes
+            # up to a minute after the API server was away: nothing to say, or to ask, at each look.
+            return
+        log.info("stopping %s: %s", name, action.reason, extra={"drafter": owner.name})
+        # The Job last: while it is there undeleted, the whole is done again.
+        self._kube.delete(SERVICES, self._namespace, name, "Background")
+        self._kube.delete(JOBS, self._namespace, name)
 
     def _start(self, action: Start, owner: manifests.Owner, work: manifests.Work) -> None:
         name = names.group(owner.name, action.role, action.hash, action.attempt)

@@ -130,6 +130,25 @@ def test_suspending_frees_everything_and_resuming_goes_on() -> None:
     assert (status["restarts"], status["disruptions"]) == (0, 0)
 
 
+def test_a_garbage_collector_that_is_slow_is_not_asked_again_at_each_look() -> None:
+    world = FakeCluster()
+    operator = world.operator()
+    operator.reconcile("d")
+    world.controllers()
+    world.declare(suspend=True)
+    operator.reconcile("d")
+    writes = [w for w in world.api.writes if w[0] == "delete"]
+    for _ in range(20):  # the pod is neither ended nor marked yet
+        world.api.clock += 1
+        operator.reconcile("d")
+    assert [w for w in world.api.writes if w[0] == "delete"] == writes
+    assert "1 process to end" in world.status()["message"]
+    world.controllers()
+    operator.reconcile("d")
+    assert world.status()["phase"] == "Suspended"
+    assert not world.api.objects["pods"]
+
+
 def test_targets_that_are_slow_to_go_do_not_cost_the_drafters_an_attempt() -> None:
     world = FakeCluster(**TRAINING)
     drive(world, until="Training")
