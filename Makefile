@@ -45,7 +45,9 @@ test: lint  ## Lint, type-check and run all tests but the longest and the servin
 	@$(MAKE) --no-print-directory test-cluster
 
 test-cluster: .venv/.synced  ## Its part on a real Kubernetes (skipped with a reason without root, Linux or Go)
-	@$(RUN) -m pytest -m cluster -rs tests/cluster
+	@$(RUN) -m pytest -m cluster -rs tests/cluster || \
+		{ echo "running what failed once more, alone"; \
+		$(RUN) -m pytest -m cluster --last-failed --last-failed-no-failures none tests/cluster; }
 
 test-sglang: .venv/.synced .venv-serve/.synced  ## The tests against the real serving engine, on the CPU
 	@$(RUN) -m pytest -m "sglang and not soak" tests/integration

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from operators.kube import DRAFTERS
+from tests.cluster import images
 from tests.cluster.conftest import small_drafter
 from tests.cluster.release import Release
 
@@ -53,6 +54,25 @@ def _acted_on(release: Release, samples: int) -> None:
     )
 
 
+def _others_hear_again(release: Release) -> None:
+    """Kubernetes' own controllers and the kubelet are at work again: what follows is not about their pauses.
+
+    Between tries they wait up to a minute, and once more when told that their copy is too old.
+    """
+    pause = {"name": "main", "image": images.BUSYBOX, "command": ["/bin/sleep", "600"]}
+    pod = {"containers": [pause], "restartPolicy": "Never", "terminationGracePeriodSeconds": 1}
+    about = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "after-outage"}}
+    release.apply({**about, "spec": {"template": {"spec": pod}}})
+    selector = "job-name=after-outage"
+
+    def phases() -> list[str]:
+        return [p["status"].get("phase", "") for p in release.objects("pods", selector)]
+
+    release.wait("a Job's pod after the outage", lambda: phases() == ["Running"], 240)
+    release.kubectl("delete", "job", "after-outage", "--cascade=foreground", "--wait=false")
+    release.wait("that pod to go", lambda: not phases(), 240)
+
+
 def test_the_api_server_may_be_away(sleeper: Release) -> None:
     jobs, pods = sleeper.jobs("sleeper"), _running(sleeper)
     sleeper.cluster.stop_process("kube-apiserver")
@@ -63,6 +83,7 @@ def test_the_api_server_may_be_away(sleeper: Release) -> None:
     assert _running(sleeper) == pods
     status = sleeper.status("sleeper")
     assert (status["restarts"], status["disruptions"]) == (0, 0)
+    _others_hear_again(sleeper)
 
 
 def test_the_store_may_be_away(sleeper: Release) -> None:
