@@ -7,12 +7,31 @@ default of an engine cannot change a measurement.
 
 import json
 
+from dflash.errors import ConfigurationError
 from dflash.model.shape import DraftShape
 
 _GREEDY_SAFE = ("--speculative-accept-threshold-single", "1.0", "--speculative-accept-threshold-acc", "1.0")
 """Accept a draft only where the target agrees: anything less is not lossless."""
 MTP_DRAFT_TOKENS = 4
 """Tokens verified at once with the target's own prediction: one, and three drafts."""
+
+NO_MTP = (
+    "the target's config.json declares no multi-token prediction layers: mtp was left out; to measure it all "
+    "the same, start a server that has it and name it in evaluation.servers"
+)
+
+
+def check_sglang_serves(shape: DraftShape, what: str) -> None:
+    """ConfigurationError for a shape that SGLang cannot serve; `what` names the drafter in it.
+
+    SGLang takes a tap where the next layer begins; asked for the last, it dies at its first answer.
+    """
+    last = shape.target_layers - 1
+    if last in shape.taps:
+        raise ConfigurationError(
+            f"{what} taps layer {last}, the target's last, which SGLang cannot read; train with taps "
+            f"below {last}, or measure with evaluation.engine transformers"
+        )
 
 
 def sglang_drafter_flags(draft: str, shape: DraftShape, *, hybrid: bool) -> list[str]:

@@ -25,6 +25,7 @@ from dflash.evaluation import launch
 from dflash.evaluation.answers import DFLASH, MTP, NONE, Answer, Question
 from dflash.evaluation.equality import Equality, Scores, compare, summarise
 from dflash.evaluation.ledger import Ledger
+from dflash.model.facts import TargetFacts
 from dflash.model.shape import DraftShape
 from dflash.resource import DrafterSpec
 from dflash.resource.generation import Generation
@@ -66,34 +67,35 @@ class Served:
         drafters: Mapping[str, Path],
         shapes: Mapping[str, DraftShape],
         *,
-        hybrid: bool,
-        context: int,
+        facts: TargetFacts,
         store: "Store",
         name: str,
         questions: Sequence[Question],
         ledger: Ledger,
         on_answer: Callable[[Answer], None],
     ) -> None:
-        """`drafters`, `shapes`: by contender, DFLASH first; `context`: the target's limit; `name`: a hash."""
+        """`drafters`, `shapes`: by contender, DFLASH first; `facts`: the target's; `name`: a hash."""
         if float(os.environ.get(_SIMULATION) or -1) > 0:
             raise ConfigurationError(
                 f"{_SIMULATION} is set, which makes SGLang report an invented acceptance; unset it"
             )
         for contender, shape in shapes.items():
-            _check_servable(contender, shape)
+            launch.check_sglang_serves(shape, contender)
         self._spec = spec
         self._shapes = shapes
         self._store = store
         self._name = name
-        self._context = context
+        self._context = facts.max_positions
         self._questions, self._ledger, self._on_answer = questions, ledger, on_answer
         self._flags = {MTP: launch.sglang_mtp_flags(), NONE: []}
         for contender, folder in drafters.items():
-            flags = launch.sglang_drafter_flags(str(folder), shapes[contender], hybrid=hybrid)
+            flags = launch.sglang_drafter_flags(str(folder), shapes[contender], hybrid=facts.hybrid)
             self._flags[contender] = flags
         self._given = {server.contender: server.url for server in spec.evaluation.servers}
-        baselines = spec.evaluation.baselines
-        self.contenders = [*drafters, *([MTP] if MTP in baselines else []), NONE]
+        wants_mtp = MTP in spec.evaluation.baselines
+        has_mtp = facts.predicts_ahead or MTP in self._given
+        self.contenders = [*drafters, *([MTP] if wants_mtp and has_mtp else []), NONE]
+        self._left_out = [launch.NO_MTP] if wants_mtp and not has_mtp else []
 
     def block_size(self, contender: str) -> int:
         """Tokens that one verification looks at."""
@@ -103,7 +105,7 @@ class Served:
 
     def run(self) -> ServedRun:
         """Measure every contender at every concurrency; what the ledger has whole is not redone."""
-        found = ServedRun()
+        found = ServedRun(warnings=list(self._left_out))
         for contender in self.contenders:
             asyncio.run(self._contender(contender, found))
         return found
@@ -335,16 +337,6 @@ def to_answer(
 def _sorted_together(emitted: list[int], accepted: list[int]) -> tuple[list[int], list[int]]:
     pairs = sorted(zip(emitted, accepted, strict=True))
     return [e for e, _ in pairs], [a for _, a in pairs]
-
-
-def _check_servable(contender: str, shape: DraftShape) -> None:
-    """SGLang takes a tap where the next layer begins; asked for the last, it dies at its first answer."""
-    last = shape.target_layers - 1
-    if last in shape.taps:
-        raise ConfigurationError(
-            f"{contender} taps layer {last}, the target's last, which SGLang cannot read; train with taps "
-            f"below {last}, or measure with evaluation.engine transformers"
-        )
 
 
 def _cross_check(

@@ -14,6 +14,9 @@ from dflash.errors import ConfigurationError
 
 _TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2")
 """Families whose transformers configuration ties the tables where config.json is silent."""
+_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+_MTP_UNSAID = ("ernie4_5_moe", "longcat_flash", "mimo", "mimo_v2_flash", "nemotron_h", "qwen3_next")
+"""Families that come with multi-token prediction layers and do not say so in config.json."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class TargetFacts:
     `layer_kinds` has one entry a layer: full_attention, sliding_attention or linear_attention.
     `partial_rotary` is the share of a head that the target rotates; a drafter rotates whole heads.
     `special_ids` are the begin, end and padding tokens that the configuration names.
+    `predicts_ahead`: it comes with layers of its own for multi-token prediction.
     """
 
     model_type: str
@@ -77,6 +81,7 @@ class TargetFacts:
     special_ids: frozenset[int]
     dtype: str
     gated_query: bool = False
+    predicts_ahead: bool = False
     moe: MoeFacts | None = None
     linear: LinearAttentionFacts | None = None
     latent: LatentAttentionFacts | None = None
@@ -144,6 +149,7 @@ class TargetFacts:
             special_ids=_special_ids(config, text),
             dtype=str(text.get("dtype") or config.get("dtype") or config.get("torch_dtype") or "float32"),
             gated_query="linear_attention" in kinds,
+            predicts_ahead=_predicts_ahead(config, text),
             moe=moe,
             linear=_linear(text) if "linear_attention" in kinds else None,
             latent=_latent(text) if text.get("kv_lora_rank") else None,
@@ -191,6 +197,11 @@ def _tied(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
         if part.get("tie_word_embeddings") is not None:
             return bool(part["tie_word_embeddings"])
     return config.get("model_type") in _TIED_BY_DEFAULT
+
+
+def _predicts_ahead(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    said = [part[name] for part in (text, config) for name in _MTP_KEYS if part.get(name) is not None]
+    return any(said) if said else str(text.get("model_type") or "").removesuffix("_text") in _MTP_UNSAID
 
 
 def _special_ids(config: Mapping[str, Any], text: Mapping[str, Any]) -> frozenset[int]:

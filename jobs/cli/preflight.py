@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from dflash.data.prompts import PromptSurvey, read_prompts, survey_prompts
 from dflash.errors import ConfigurationError, DflashError, ExitCode, TemporaryError
 from dflash.processes import dying_with_parent
-from dflash.resource import Drafter
+from dflash.resource import Drafter, DrafterSpec
 from dflash.storage.location import location_of
 from dflash.storage.store import Store
 from jobs.settings import JobSettings
@@ -52,6 +52,12 @@ class Findings(BaseModel):
 
 _NOTHING_HELD_OUT = Problem(
     sentence="spec.prompts.holdOut keeps no prompt for evaluation; raise it, or give spec.evaluation.prompts",
+    exit_code=int(ExitCode.CONFIGURATION),
+)
+
+_NO_LAYERS_TO_SPECULATE = Problem(
+    sentence="spec.generation.speculation asks for NEXTN, but the target's config.json declares no "
+    "multi-token prediction layers; remove it, or name an EAGLE algorithm and its draftModel",
     exit_code=int(ExitCode.CONFIGURATION),
 )
 
@@ -99,7 +105,9 @@ def check(drafter: Drafter, store: Store | None) -> Findings:
         return findings
     from dflash.model.shape import resolve_shape
 
-    _try(findings, lambda: resolve_shape(spec.drafter, facts, tokenizer))
+    shape = _try(findings, lambda: resolve_shape(spec.drafter, facts, tokenizer))
+    if shape is not None:
+        _check_serving(findings, spec, facts, shape)
     context = min(spec.generation.context_length or facts.max_positions, facts.max_positions)
     if survey is not None:
         _try(findings, lambda: _check_lengths(drafter, store, tokenizer, context))
@@ -149,6 +157,25 @@ def _tokenizer(drafter: Drafter) -> Any:
     from dflash.model.tokenizer import load_tokenizer
 
     return load_tokenizer(drafter.spec.target.model, drafter.spec.target.revision)
+
+
+def _check_serving(findings: Findings, spec: DrafterSpec, facts: Any, shape: Any) -> None:
+    """What SGLang could not serve hours later. With engine auto it may not be asked to: a note."""
+    from dflash.evaluation import launch
+
+    if spec.evaluation.engine == "sglang":
+        _try(findings, lambda: launch.check_sglang_serves(shape, "spec.drafter"))
+    elif spec.evaluation.engine == "auto":
+        try:
+            launch.check_sglang_serves(shape, "spec.drafter")
+        except ConfigurationError as error:
+            findings.notes.append(str(error))
+    given = {server.contender for server in spec.evaluation.servers}
+    if "mtp" in spec.evaluation.baselines and not facts.predicts_ahead and "mtp" not in given:
+        findings.notes.append(launch.NO_MTP)
+    speculation = spec.generation.speculation
+    if speculation is not None and speculation.algorithm == "NEXTN" and not facts.predicts_ahead:
+        findings.problems.append(_NO_LAYERS_TO_SPECULATE)
 
 
 def _check_lengths(drafter: Drafter, store: Store | None, tokenizer: Any, context: int) -> None:

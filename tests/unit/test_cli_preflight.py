@@ -151,3 +151,28 @@ def test_problems_of_different_kinds_are_told_together(folder):
 def test_only_temporary_problems_are_temporary():
     with pytest.raises(TemporaryError, match="the hub"):
         Findings(problems=[Problem(sentence="the hub is away", exit_code=75)]).raise_problems()
+
+
+def test_what_the_engine_could_not_serve_is_told_before_training(folder):
+    taps = {"taps": [0, 3], "slidingWindow": 0}
+    served = problem(folder, drafter=taps, evaluation={"engine": "sglang"})
+    assert "spec.drafter taps layer 3, the target's last, which SGLang cannot read" in served
+    found = findings(folder, drafter=taps)
+    assert found.problems == []
+    assert any("which SGLang cannot read" in note for note in found.notes)
+    assert findings(folder, drafter=taps, evaluation={"engine": "transformers"}).notes == found.notes[:1]
+
+
+def test_prediction_layers_that_the_target_lacks_are_told(folder):
+    sentence = problem(folder, generation={"engine": "sglang", "speculation": {}})
+    assert "declares no multi-token prediction layers; remove it, or name an EAGLE algorithm" in sentence
+    found = findings(folder, evaluation={"engine": "sglang", "baselines": ["none", "mtp"]})
+    assert any("mtp was left out" in note for note in found.notes)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    found = findings(
+        folder,
+        generation={"engine": "sglang", "speculation": {}},
+        evaluation={"engine": "sglang", "baselines": ["none", "mtp"]},
+    )
+    assert (found.problems, found.notes[1:]) == ([], [])

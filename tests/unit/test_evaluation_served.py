@@ -13,6 +13,7 @@ from dflash.evaluation.served import Served, _cross_check, read_counters, to_ans
 from dflash.model.facts import TargetFacts
 from dflash.model.shape import DraftShape, resolve_shape
 from dflash.resource.model import DraftModel
+from tests.support import planning
 from tests.unit.test_evaluation_acceptance import answer
 
 QUESTION = Question(sample_id="q", prompt_ids=[1, 2])
@@ -24,10 +25,12 @@ CONFIG = {
     "intermediate_size": 16,
 }
 
+FACTS = TargetFacts.from_config(CONFIG)
+
 
 def shape() -> DraftShape:
     model = DraftModel(layers=1, block_size=16, sliding_window=None, taps=[1, 4], mask_token_id=40)
-    return resolve_shape(model, TargetFacts.from_config(CONFIG))
+    return resolve_shape(model, FACTS)
 
 
 def said(tokens: int, histogram: list[int], **meta: object) -> dict[str, object]:
@@ -102,15 +105,29 @@ def test_a_simulated_acceptance_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "4.0")
     with pytest.raises(ConfigurationError, match="invented acceptance; unset it"):
         Served(
-            None, {"dflash": Path()}, {"dflash": shape()}, hybrid=False, context=10, store=None, name="e",
+            None, {"dflash": Path()}, {"dflash": shape()}, facts=FACTS, store=None, name="e",
             questions=[], ledger=None, on_answer=lambda _: None,
         )  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_prediction_layers_are_measured_where_the_target_has_them() -> None:
+    def contenders(facts: TargetFacts, **evaluation: object) -> Served:
+        spec = planning.spec(evaluation={"baselines": ["none", "mtp"], **evaluation})
+        return Served(
+            spec, {"dflash": Path()}, {"dflash": shape()}, facts=facts, store=None, name="e", questions=[],
+            ledger=None, on_answer=lambda _: None,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    assert contenders(FACTS).contenders == ["dflash", "none"]
+    assert contenders(replace(FACTS, predicts_ahead=True)).contenders == ["dflash", "mtp", "none"]
+    given = [{"contender": "mtp", "url": "http://here:1"}]
+    assert contenders(FACTS, servers=given).contenders == ["dflash", "mtp", "none"]
 
 
 def test_a_tap_that_the_server_cannot_read_is_refused_before_it_starts() -> None:
     last = replace(shape(), taps=(1, shape().target_layers - 1))
     with pytest.raises(ConfigurationError, match="which SGLang cannot read; train with taps below"):
         Served(
-            None, {"dflash": Path()}, {"dflash": last}, hybrid=False, context=10, store=None, name="e",
+            None, {"dflash": Path()}, {"dflash": last}, facts=FACTS, store=None, name="e",
             questions=[], ledger=None, on_answer=lambda _: None,
         )  # type: ignore[arg-type]  # fmt: skip

@@ -74,6 +74,23 @@ def test_tying_follows_the_configuration_then_the_family():
     assert TargetFacts.from_config(BASE | {"model_type": "gemma2"}).tied
 
 
+@pytest.mark.parametrize(
+    ("said", "there"),
+    [
+        ({"num_nextn_predict_layers": 1}, True),
+        ({"mtp_num_hidden_layers": 1}, True),
+        ({"num_nextn_predict_layers": 0, "model_type": "qwen3_next"}, False),
+        ({"model_type": "qwen3_next"}, True),
+        ({}, False),
+    ],
+)
+def test_prediction_layers_are_declared_or_known_of_the_family(said, there):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 9}
+    config = {**sizes, "intermediate_size": 8, "model_type": "llama", **said}
+    assert TargetFacts.from_config(config).predicts_ahead is there
+    assert TargetFacts.from_config({"text_config": config}).predicts_ahead is there
+
+
 def test_a_target_with_experts_only_has_the_width_of_one_tokens_experts():
     config = {k: v for k, v in BASE.items() if k != "intermediate_size"}
     config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
