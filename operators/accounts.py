@@ -5,19 +5,13 @@ been before, waiting, start-up and repeated work alike. The arithmetic of projec
 `dflash.planning.spending`.
 """
 
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from dflash import layout
-from dflash.errors import DflashError
-from dflash.planning.spending import Spending
-from dflash.storage.store import Store, to_json
-from operators.observe import find_warm_up
+from dflash.planning.kept import find_warm_up, read_spending, write_spending
+from dflash.storage.store import Store
 from operators.observed import STAGE_OF, Record, Stage, StageProgress
-
-log = logging.getLogger(__name__)
 
 _SAVE_SECONDS = 10.0
 
@@ -29,20 +23,6 @@ def catching_up(record: Record, stage: Stage, done: float) -> bool:
     """
     roles = [r for role, r in record.roles.items() if STAGE_OF[role] == stage]
     return any(r.failure is not None and done <= r.done_at_failure for r in roles)
-
-
-def read_spending(store: Store, name: str) -> Spending:
-    """What was counted so far; nothing where nobody has counted."""
-    document = store.find_json(layout.spending(name))
-    return Spending.model_validate(document) if document else Spending()
-
-
-def write_spending(store: Store, name: str, spending: Spending) -> None:
-    """Put down what was spent. A store that is away is told, and gets the next copy."""
-    try:
-        store.put(layout.spending(name), to_json(spending.model_dump(by_alias=True)))
-    except DflashError as error:
-        log.warning("what was spent could not be written down: %s", error, extra={"drafter": name})
 
 
 class Accounts:

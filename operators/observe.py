@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dflash import layout
-from dflash.planning.warm_up import WarmUp
 from dflash.progress import Progress
 from dflash.resource import Drafter
 from dflash.resource.hashes import StageHashes, digest, stage_inputs
@@ -88,12 +87,6 @@ def progress(store: Store, hashes: StageHashes, stage: Stage) -> Progress | None
         return _read(store, layout.evaluation(hashes.evaluation, "progress.json"))
     found = [_read(store, info.key) for info in store.list(layout.dataset(hashes.dataset, "progress/"))]
     return _sum([p for p in found if p is not None])
-
-
-def find_warm_up(store: Store, name: str) -> WarmUp | None:
-    """What a warm-up has measured for this Drafter; None where there was none."""
-    document = store.find_json(layout.warm_up(name))
-    return WarmUp.model_validate(document) if document else None
 
 
 def suggested_targets(training: Progress | None) -> int | None:

@@ -15,6 +15,7 @@ import orjson
 
 from dflash import layout
 from dflash.data.sources import source_files
+from dflash.planning.kept import find_warm_up, write_spending
 from dflash.planning.spending import Spending
 from dflash.planning.warm_up import WarmUp
 from dflash.progress import Progress
@@ -23,13 +24,11 @@ from dflash.resource.hashes import StageHashes
 from dflash.resource.storage import Storage
 from dflash.storage.location import StoreLocation, location_of
 from dflash.storage.store import Store
-from operators.accounts import write_spending
 from operators.actions import Promote
 from operators.observe import (
     Movement,
     Outputs,
     committed,
-    find_warm_up,
     outputs_of,
     progress,
     write_inputs,

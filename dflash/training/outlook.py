@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 
-from dflash import layout
+from dflash.planning.kept import find_warm_up, read_spending
 from dflash.planning.spending import Spending, project
 from dflash.planning.warm_up import WarmUp, settings_of
 from dflash.progress import Progress
@@ -69,11 +69,9 @@ class Outlook:
         while not self._stop.is_set():
             try:
                 if not warm_up_read:
-                    document = self._store.find_json(layout.warm_up(self._name))
-                    self._warm_up = WarmUp.model_validate(document) if document else None
+                    self._warm_up = find_warm_up(self._store, self._name)
                     warm_up_read = True
-                document = self._store.find_json(layout.spending(self._name))
-                self._spending = Spending.model_validate(document) if document else Spending()
+                self._spending = read_spending(self._store, self._name)
             except Exception as error:  # noqa: BLE001 - figures on money must never end a run
                 if not failing:
                     log.warning("what the run costs cannot be read: %s", error)

@@ -9,6 +9,7 @@ import orjson
 import typer
 
 from dflash import layout
+from dflash.planning.kept import find_warm_up, read_spending
 from dflash.planning.spending import Projection, project
 from dflash.progress import Progress
 from dflash.resource import Drafter
@@ -18,8 +19,7 @@ from dflash.storage.store import Store
 from jobs.cli.connect import connected, home_of
 from jobs.cli.results import rows
 from jobs.cli.view import amount, cost, figures, pace, remarks
-from operators.accounts import read_spending
-from operators.observe import Outputs, committed, find_warm_up, outputs_of, progress
+from operators.observe import Outputs, committed, outputs_of, progress
 from operators.observed import STAGES, Committed, Stage
 
 FRESH_SECONDS = 30.0
