@@ -6,6 +6,7 @@ can speculate, and attention for verification forwards. Correct and slow.
 """
 
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -70,24 +71,28 @@ def _define_operators() -> None:
     globals()["_library"] = library  # operators live as long as their library
 
 
+def _spans(rows: Any, start: Any, end: Any) -> Iterator[tuple[int, slice, slice]]:
+    """Each request's row, its columns in the table, and where these are in the flat list of locations."""
+    place = 0
+    for row, low, high in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
+        yield row, slice(low, high), slice(place, place + high - low)
+        place += high - low
+
+
 def _write_locations(  # noqa: PLR0917 - the operator's signature
     rows: Any, table: Any, start: Any, end: Any, locations: Any, width: int
 ) -> None:
     del width
-    place = 0
-    for row, low, high in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
-        table[row, low:high] = locations[place : place + high - low].to(table.dtype)
-        place += high - low
+    for row, columns, places in _spans(rows, start, end):
+        table[row, columns] = locations[places].to(table.dtype)
 
 
 def _read_locations(  # noqa: PLR0917 - the operator's signature
     rows: Any, table: Any, start: Any, end: Any, locations: Any, width: int
 ) -> None:
     del width
-    place = 0
-    for row, low, high in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
-        locations[place : place + high - low] = table[row, low:high].to(locations.dtype)
-        place += high - low
+    for row, columns, places in _spans(rows, start, end):
+        locations[places] = table[row, columns].to(locations.dtype)
 
 
 def _copy_rows(pointers: Any, strides: Any, target: Any, source: Any) -> None:
