@@ -5,8 +5,6 @@ from the prefill and belongs to no verification.
 """
 
 import asyncio
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +15,6 @@ import torch
 from dflash import layout
 from dflash.engines.http import HttpClient
 from dflash.engines.server import ServerProcess
-from dflash.evaluation.acceptance import AcceptanceLength
 from dflash.evaluation.equality import NEAR_TIE_STEPS, Scores, compare
 from dflash.evaluation.launch import sglang_drafter_flags
 from dflash.evaluation.questions import read_questions
@@ -37,6 +34,7 @@ from dflash.storage.commit import write_commit
 from dflash.storage.store import Store
 from jobs.demo import sglang_cpu
 from jobs.demo.sglang_cpu import speculating_environment
+from tests.support.agreement import within_joint_interval, within_sampling_error
 from tests.support.evaluation import DATASET, RUN, write_resource
 from tests.support.overfit import loaded, trained
 from tests.support.tiny import save_tiny_target
@@ -50,7 +48,6 @@ pytestmark = [
 MUTATED = "b" * 16
 MAX_TOKENS = 48
 WRONG_THETA = 1e7
-Z_99_9 = 3.3
 
 
 @pytest.fixture(autouse=True)
@@ -108,23 +105,6 @@ def prepare(folder: Path, store: Store, *, samples: int) -> Scene:
         texts.append((question.prompt_ids, answer.tokens))
     shape = resolve_shape(spec.drafter, target.facts)
     return Scene(resource, trained(target, tables, shape, texts, steps=200), shape)
-
-
-def within_joint_interval(a: AcceptanceLength, b: AcceptanceLength) -> bool:
-    assert a.pooled_interval is not None
-    assert b.pooled_interval is not None
-    joint = math.hypot(a.pooled_interval.high - a.pooled, b.pooled_interval.high - b.pooled)
-    return abs(a.pooled - b.pooled) <= joint
-
-
-def within_sampling_error(a: Sequence[int], b: Sequence[int]) -> bool:
-    """Whether both histograms could be draws from one distribution: each bin's shares, by two-sample z."""
-    most, mine, theirs = 0.0, sum(a), sum(b)
-    for x, y in zip(a, b, strict=True):
-        share = (x + y) / (mine + theirs)
-        error = math.sqrt(share * (1 - share) * (1 / mine + 1 / theirs))
-        most = max(most, abs(x / mine - y / theirs) / error if error else 0.0)
-    return most <= Z_99_9
 
 
 def check_agreement(store: Store, scene: Scene, *, tokens: int) -> Report:
