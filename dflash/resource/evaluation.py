@@ -56,7 +56,11 @@ class Evaluation(Section):
 
     engine: Engine = Field("auto", description="The engine that serves target and drafter.")
     baselines: list[Literal["none", "mtp"]] = Field(
-        ["none"], min_length=1, max_length=2, description="What the drafter is compared with."
+        ["none"],
+        min_length=1,
+        max_length=2,
+        description="What the drafter is compared with: plain decoding, and the target's own multi-token "
+        "prediction, which is left out where it has none.",
     )
     concurrency: list[Annotated[int, Field(ge=1, le=65_536)]] = Field(
         [1], min_length=1, max_length=16, description="Requests in flight; each is measured."
