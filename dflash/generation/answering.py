@@ -5,6 +5,8 @@ trained on is what the target saw. Not for: order, concurrency or storage.
 """
 
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,9 +19,20 @@ from dflash.generation.job import Done, Job
 
 log = logging.getLogger("dflash.generation")
 
+_AHEAD_PROMPTS = 64
+_AHEAD_CHARACTERS = 100_000
+"""Bounds how long the engine's answers wait while prompts are rendered: some hundredths of a second."""
 _NO_IDS = np.zeros(0, np.int32)
 _UNANSWERED = Completion(_NO_IDS, "none")
 _NO_THINKING = Thinking(None, closed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt with its first turn rendered."""
+
+    prompt: Prompt
+    first: Ids | UnrenderableError
 
 
 class Answerer:
@@ -32,11 +45,33 @@ class Answerer:
         self._judge = judge
         self._engine = engine
 
-    async def answer(self, prompt: Prompt) -> Done:
+    def ask(self, prompts: Iterator[Prompt]) -> Iterator[Asked]:
+        """Render prompts, a few ahead of their use: many at a time cost half of what they cost one by one."""
+        while True:
+            batch: list[Prompt] = []
+            texts: list[str | UnrenderableError] = []
+            characters = 0
+            for prompt in prompts:
+                batch.append(prompt)
+                try:
+                    end = turns_to_produce(prompt.messages)[0]
+                    text = self._renderer.prompt_text(prompt.messages[:end], prompt.tools)
+                    characters += len(text)
+                    texts.append(text)
+                except UnrenderableError as error:
+                    texts.append(error)
+                if len(batch) >= _AHEAD_PROMPTS or characters >= _AHEAD_CHARACTERS:
+                    break
+            if not batch:
+                return
+            yield from map(Asked, batch, self._renderer.ids_of_prompts(texts))
+
+    async def answer(self, asked: Asked) -> Done:
         """Produce the prompt's assistant turns, one after the other, each seeing the ones before it.
 
         After a turn that is dropped the later ones are not asked for: they would stand on a bad one.
         """
+        prompt = asked.prompt
         done = Done(prompt)
         history = list(prompt.messages)
         for turn, end in enumerate(turns_to_produce(prompt.messages)):
@@ -44,7 +79,12 @@ class Answerer:
             completion, thinking = _UNANSWERED, _NO_THINKING
             reason: str | None
             try:
-                prompt_ids = self._renderer.prompt_ids(history[:end], prompt.tools)
+                if turn > 0:
+                    prompt_ids = self._renderer.prompt_ids(history[:end], prompt.tools)
+                elif isinstance(asked.first, UnrenderableError):
+                    raise asked.first
+                else:
+                    prompt_ids = asked.first
                 completion = await self._complete(f"{prompt.key}-{turn}", prompt_ids)
             except (UnrenderableError, RequestRefusedError) as error:
                 reason = error.reason

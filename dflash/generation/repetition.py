@@ -17,8 +17,16 @@ GRAM = 8
 HEAVY = 4
 """Occurrences that make an n-gram heavy."""
 WINDOW = 512
-_MULTIPLIER = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
+_TOKEN = np.uint64(0x9E3779B97F4A7C15)
+_DOUBLINGS = [
+    (1, np.uint64(0xD1342543DE82EF95)),
+    (2, np.uint64(0xD1342543DE82EF95**2 % 2**64)),
+    (4, np.uint64(0xD1342543DE82EF95**4 % 2**64)),
+]
+"""Width of the n-grams so far, and what their first half is multiplied by."""
+_NO_HASHES = np.zeros(0, np.uint64)
+
+Hashes = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +45,9 @@ class Repetition:
 
 def measure(ids: Ids) -> Repetition:
     """Look for loops in an answer's ids, its end-of-turn token left out. O(length) time and memory."""
-    period, run = tail_period(ids)
-    share, window = _heavy(ids)
+    hashes = _gram_hashes(ids)
+    period, run = tail_period(ids, hashes)
+    share, window = _heavy(hashes)
     return Repetition(period, run, share, window)
 
 
@@ -56,51 +65,44 @@ def degenerate(found: Repetition, length: int, *, cut: bool) -> bool:
     return looping or circling
 
 
-def tail_period(ids: Ids) -> tuple[int, int]:
+def tail_period(ids: Ids, hashes: Hashes) -> tuple[int, int]:
     """(p, run): the last `run` tokens have period p and hold at least two rounds; (0, 0) if none do.
 
-    The period is the distance from the last n-gram to its previous occurrence: if the tail has a period of
-    n tokens or more, it is that one; shorter periods are tried first, from single tokens up.
+    The period is the distance from the last token, or the last n-gram, to its previous occurrence: if the
+    tail has a period of n tokens or more, it is that one. The longer run of the two is taken.
     """
-    length = len(ids)
     best = (0, 0)
-    for gram in (1, GRAM):
-        if length < 2 * gram:
+    for places, last in ((ids, len(ids) - 1), (hashes, len(hashes) - 1)):
+        if last < 0:
             break
-        last = ids[length - gram :]
-        starts = np.flatnonzero(ids[: length - gram] == last[0])  # every earlier start of the last n-gram
-        for offset in range(1, gram):
-            if len(starts) == 0:
-                break
-            starts = starts[ids[starts + offset] == last[offset]]
+        starts = (places[:last] == places[last]).nonzero()[0]
         if len(starts) == 0:
             continue
-        period = length - gram - int(starts[-1])
+        period = last - int(starts[-1])
+        if 2 * period > len(ids) or not (ids[-period:] == ids[-2 * period : -period]).all():
+            continue  # what nearly every answer comes to
         run = _trailing_run(ids, period)
-        if run >= 2 * period and run > best[1]:
+        if run > best[1]:
             best = (period, run)
     return best
 
 
 def _trailing_run(ids: Ids, period: int) -> int:
     """Length of the longest suffix with this period."""
-    same = ids[period:] == ids[:-period]
-    broken = np.flatnonzero(~same)
-    matched = len(same) - (int(broken[-1]) + 1) if len(broken) else len(same)
+    broken = (ids[period:] != ids[:-period]).nonzero()[0]
+    matched = len(ids) - period - (int(broken[-1]) + 1 if len(broken) else 0)
     return matched + period
 
 
-def _heavy(ids: Ids) -> tuple[float, float]:
-    grams = len(ids) - GRAM + 1
+def _heavy(hashes: Hashes) -> tuple[float, float]:
+    grams = len(hashes)
     if grams < 2 * GRAM:
         return 0.0, 0.0
-    hashes = _gram_hashes(ids)
     # Counted in a table of four to eight places a gram, by the hash's upper bits. Different grams that share
     # a place by chance raise its count, but four of them seldom meet, far below the shares that matter.
     bits = grams.bit_length() + 2
-    places = (hashes >> np.uint64(64 - bits)).astype(np.int64)
-    counts = np.bincount(places, minlength=1 << bits)
-    heavy = counts[places] >= HEAVY
+    places = (hashes >> np.uint64(64 - bits)).view(np.int64)
+    heavy = (np.bincount(places) >= HEAVY)[places]
     total = int(np.count_nonzero(heavy))
     share = total / grams
     if grams <= WINDOW or total == 0:
@@ -110,14 +112,13 @@ def _heavy(ids: Ids) -> tuple[float, float]:
     return share, worst / WINDOW
 
 
-def _gram_hashes(ids: Ids) -> NDArray[np.uint64]:
-    """Polynomial hash of every n-gram, by doubling: from 1 to 2, 4 and 8 tokens."""
-    with np.errstate(over="ignore"):
-        hashes = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_MULTIPLIER)
-        width = 1
-        multiplier = 0xD1342543DE82EF95
-        while width < GRAM:
-            hashes = hashes[:-width] * np.uint64(multiplier) + hashes[width:]
-            multiplier = multiplier * multiplier & _MASK
-            width *= 2
-        return (hashes ^ (hashes >> np.uint64(32))) * np.uint64(_MULTIPLIER)
+def _gram_hashes(ids: Ids) -> Hashes:
+    """Hash of every n-gram, its upper bits the best: a sum of ids times odd numbers, by doubling."""
+    if len(ids) < GRAM:
+        return _NO_HASHES
+    hashes = (ids.astype(np.uint64) + np.uint64(1)) * _TOKEN
+    for width, multiplier in _DOUBLINGS:
+        first = hashes[:-width] * multiplier
+        first += hashes[width:]
+        hashes = first
+    return hashes

@@ -17,7 +17,7 @@ from dflash.data.prompts import Prompt, PromptCounts, is_held_out
 from dflash.data.render import Renderer
 from dflash.engines.engine import Engine
 from dflash.errors import ConfigurationError, DflashError, Preempted
-from dflash.generation.answering import Answerer
+from dflash.generation.answering import Answerer, Asked
 from dflash.generation.canary import check_engine
 from dflash.generation.committing import Committer
 from dflash.generation.gate import Judge, Tally
@@ -149,7 +149,7 @@ class Worker:
     # While it runs
 
     async def _generate(self) -> None:
-        todo = self._todo()
+        todo = self._answerer.ask(self._todo())
         helpers = [asyncio.create_task(self._keep_committing()), asyncio.create_task(self._keep_reporting())]
         for helper in helpers:
             helper.add_done_callback(self._ended)
@@ -168,13 +168,13 @@ class Worker:
         if self._stop is not None:
             raise self._stop
 
-    def _open_lanes(self, todo: Iterator[Prompt]) -> None:
+    def _open_lanes(self, todo: Iterator[Asked]) -> None:
         while len(self._lanes) < self._engine.in_flight and not self._exhausted:
-            prompt = next(todo, None)
-            if prompt is None:
+            asked = next(todo, None)
+            if asked is None:
                 self._exhausted = True
                 return
-            lane = asyncio.create_task(self._lane(prompt, todo))
+            lane = asyncio.create_task(self._lane(asked, todo))
             self._lanes.add(lane)
             lane.add_done_callback(self._lanes.discard)
             lane.add_done_callback(self._ended)
@@ -185,18 +185,18 @@ class Worker:
             if mine and prompt.key not in self._committer.done:
                 yield prompt
 
-    async def _lane(self, first: Prompt, todo: Iterator[Prompt]) -> None:
+    async def _lane(self, first: Asked, todo: Iterator[Asked]) -> None:
         """Answer one prompt after another, while the engine wants this many at once."""
-        prompt: Prompt | None = first
-        while prompt is not None:
-            done = await self._answerer.answer(prompt)
+        asked: Asked | None = first
+        while asked is not None:
+            done = await self._answerer.answer(asked)
             self._take(done)
             self._refuse_if(self.tally.refusal())
             while len(self._ready) > _BACKLOG_PARTS * self._job.part_prompts:
                 await asyncio.sleep(0.05)  # the store is slower than the engine: wait for it
             if len(self._lanes) > self._engine.in_flight:
                 return
-            prompt = next(todo, None)
+            asked = next(todo, None)
         self._exhausted = True
 
     def _take(self, done: Done) -> None:

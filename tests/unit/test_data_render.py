@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dflash.data.prompts import turns_to_produce
 from dflash.data.render import Renderer, UnrenderableError
@@ -66,6 +68,57 @@ def test_think_spans_cover_the_thinking_with_its_tags(
     renderer = Renderer(tiny_tokenizer(), thinking=True)
     found = renderer.read_thinking(ids(renderer, text), opened=opened)
     assert (found.span, found.closed) == (span, closed)
+
+
+@given(st.lists(st.text(max_size=40), max_size=6), st.integers(0, 6))
+@settings(max_examples=100, deadline=None)
+def test_prompts_encoded_together_have_the_ids_that_each_has_alone(texts: list[str], place: int) -> None:
+    renderer = Renderer(tiny_tokenizer(), thinking=True)
+    alone = [renderer.prompt_ids([user(text)]).tolist() for text in texts]
+    asked: list[str | UnrenderableError] = [renderer.prompt_text([user(text)]) for text in texts]
+    refused = UnrenderableError("template", "no")
+    asked.insert(place, refused)
+    together = renderer.ids_of_prompts(asked)
+    assert together.pop(min(place, len(texts))) is refused
+    assert [ids.tolist() for ids in together if not isinstance(ids, UnrenderableError)] == alone
+
+
+def test_a_text_that_cannot_be_encoded_spoils_none_of_its_neighbours() -> None:
+    renderer = Renderer(tiny_tokenizer(), thinking=True)
+    first, broken, last = renderer.ids_of_prompts(["one", "half a pair \ud83c", "two"])
+    assert isinstance(broken, UnrenderableError)
+    assert np.array_equal(first, ids(renderer, "one"))
+    assert np.array_equal(last, ids(renderer, "two"))
+
+
+def test_padding_and_truncation_that_a_tokenizers_file_sets_touch_no_prompt() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.enable_padding(pad_id=256, pad_token="<|endoftext|>")
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    renderer = Renderer(tokenizer, thinking=True)
+    plain = Renderer(tiny_tokenizer(), thinking=True)
+    texts = ["short", "a good deal longer than four tokens"]
+    together = renderer.ids_of_prompts(texts)
+    assert [len(one) for one in together] == [len(text) for text in texts]
+    assert np.array_equal(together[1], ids(plain, texts[1]))
+
+
+PIECES = st.sampled_from(["<", "think", "<think>", ">", " ", "\n", "a", "\u3000", "é", "</think>", "b"])
+
+
+@given(st.lists(PIECES, max_size=14))
+@settings(max_examples=200, deadline=None)
+def test_a_tag_in_pieces_is_seen_at_the_end_of_a_prompt_and_the_start_of_an_answer(parts: list[str]) -> None:
+    tokenizer = tiny_tokenizer()
+    pieces = Renderer(tokenizer, thinking=True)
+    pieces._open = pieces._close = None
+    text = "".join(parts)
+    spelt = np.array([i for part in parts for c in part for i in tokenizer.encode(c)], np.int32)
+    tail, head = pieces.text(spelt[-16:]), pieces.text(spelt[:16])
+    assert pieces.text(spelt) == text
+    assert pieces.opens_thinking(spelt) == tail.rstrip().endswith("<think>")
+    begins = head.lstrip().startswith("<think>")
+    assert (pieces.read_thinking(spelt, opened=False).span is not None) == begins
 
 
 def test_tags_that_a_tokenizer_cuts_into_pieces_are_found_in_the_text() -> None:

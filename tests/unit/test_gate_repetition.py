@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash.generation.repetition import degenerate, measure, tail_period
+from dflash.generation.repetition import _gram_hashes, degenerate, measure, tail_period
 from dflash.generation.toolcalls import loops
 
 RNG = np.random.default_rng(0)
@@ -63,7 +63,7 @@ def test_ids_without_repetition_are_never_flagged(length: int, seed: int) -> Non
 @settings(max_examples=200, deadline=None)
 def test_the_run_found_has_the_period_found(pattern: list[int], rounds: int, extra: int) -> None:
     ids = np.array([9, 8, *(pattern * rounds), *pattern[:extra]], np.int32)
-    period, run = tail_period(ids)
+    period, run = tail_period(ids, _gram_hashes(ids))
     if period:
         tail = ids[len(ids) - run :]
         assert np.array_equal(tail[period:], tail[:-period])
