@@ -103,6 +103,10 @@ class _Connection(asyncio.Protocol):
         self._head = 0
         self._keep = True
         self.usable = False
+        self._deadline = 0.0
+        """Of the request that is in flight; loop time."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Outlives requests that are answered in time, which is nearly all: one a request would cost more."""
 
     async def exchange(self, request: bytes, deadline: float) -> tuple[int, bytes]:
         loop = asyncio.get_running_loop()
@@ -111,17 +115,33 @@ class _Connection(asyncio.Protocol):
             raise _StaleError("the server closed the connection")
         self._answer = loop.create_future()
         self._transport.write(request)
-        timer = loop.call_at(deadline, self._expire)
+        self._deadline = deadline
+        if self._timer is None or self._timer.when() > deadline:
+            self._set_timer(loop)
         try:
             answer = await self._answer
             self.usable = self._keep
             return answer
         finally:
-            timer.cancel()
             self._answer = None
 
-    def _expire(self) -> None:
-        self._fail(TimeoutError("no answer in time"))
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._stop_timer()
+        self._timer = loop.call_at(self._deadline, self._expire, loop)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._answer is None:
+            return  # idle: the next request sets another
+        if loop.time() < self._deadline:
+            self._set_timer(loop)  # it was an earlier request's
+        else:
+            self._fail(TimeoutError("no answer in time"))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -139,6 +159,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.usable = False
+        self._stop_timer()
         if self._received:
             self._fail(ConnectionError(f"the server broke off in the middle of an answer ({exc})"))
         else:

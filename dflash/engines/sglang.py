@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import struct
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -304,7 +305,11 @@ def _completion(answer: Any, request: Request) -> Completion:
             f"sample {request.sample_id}: {len(request.prompt_ids)} prompt tokens were sent and the server "
             f"saw {prompt}, so it changes prompts: remove the server argument that does"
         )
-    return Completion(np.array(ids, np.int32), kind)
+    try:
+        packed = struct.pack(f"{said}i", *ids)  # half the time of numpy's own way from a list
+    except struct.error as error:
+        raise _FalseAnswerError(f"output_ids are no token ids ({error})") from error
+    return Completion(np.frombuffer(packed, np.int32), kind)
 
 
 def _message(answer: Any) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -120,6 +121,27 @@ def test_a_late_answer_never_reaches_the_next_request() -> None:
         assert await client.post("/", "next", 5.0) == (200, "next")
         await asyncio.sleep(0.3)
         assert await client.post("/", "last", 5.0) == (200, "last")
+
+    with_server(serve, body)
+
+
+@pytest.mark.parametrize(("earlier", "own"), [(30.0, 0.1), (0.15, 0.4)])
+def test_every_request_of_a_connection_has_its_own_deadline(earlier: float, own: float) -> None:
+    connections = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(writer)
+        while (value := await request_of(reader)) != b'"never"':
+            writer.write(answer(value))
+        await reader.read()
+
+    async def body(client: HttpClient) -> None:
+        assert await client.post("/", "at once", earlier) == (200, "at once")
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            await client.post("/", "never", own)
+        assert own - 0.01 <= time.monotonic() - began < own + 5
+        assert len(connections) == 1
 
     with_server(serve, body)
 
