@@ -10,7 +10,7 @@ a function of the log, so it does not matter who writes it.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
@@ -140,17 +140,20 @@ class PartLog:
 
     def refresh(self) -> list[PartCommit]:
         """Read the commits that are new, in order."""
-        commits: list[PartCommit] = []
+        return list(self.read_on())
+
+    def read_on(self) -> Iterator[PartCommit]:
+        """As `refresh`, a few at a time: all commits of a large dataset fill hundreds of megabytes."""
         with ThreadPoolExecutor(_READERS) as pool:
+            width = 1  # at first: in steady state there is mostly nothing new; then many at once
             while True:
-                # One at first: in steady state there is mostly nothing new. Then many at once.
-                width = 1 if not commits else _READERS
                 numbers = range(self.next_sequence, self.next_sequence + width)
                 for found in pool.map(self._read, numbers):
                     if found is None:
-                        return commits
+                        return
                     self._take(found)
-                    commits.append(found)
+                    yield found
+                width = _READERS
 
     def _read(self, sequence: int) -> PartCommit | None:
         document = self.store.find_json(commit_key(self.dataset, sequence))
@@ -269,7 +272,8 @@ def write_dataset(
     Going on after an interruption: parts that are committed already are taken as they are.
     """
     log = PartLog(store, dataset)
-    log.refresh()
+    for _ in log.read_on():
+        pass
     stream = iter(rows)
     for part in log.parts:
         assert part.rows is not None

@@ -37,6 +37,8 @@ SCHEMA = pa.schema(
     ]
 )
 """`dropped` is the gate's reason in files of rejects, and null in a dataset's rows."""
+_GROUP_TOKENS = 1 << 17
+"""Tokens in a row group, or one row of more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,36 @@ def check_trainable(row: Row) -> None:
 
 
 def write_rows(rows: list[Row]) -> bytes:
-    """A Parquet file of these rows. Kept rows must pass `check_trainable`."""
+    """A Parquet file of these rows. Kept rows must pass `check_trainable`.
+
+    Written a row group at a time: while one is encoded it takes several times its size.
+    """
     for row in rows:
         if row.dropped is None:
             check_trainable(row)
+    buffer = BytesIO()
+    # Dictionaries pay for names that repeat; for token ids they cost time and no longer shrink the file.
+    names = [field.name for field in SCHEMA if pa.types.is_dictionary(field.type)]
+    with pq.ParquetWriter(
+        buffer, SCHEMA, compression="zstd", compression_level=3, use_dictionary=names
+    ) as writer:
+        for group in _groups(rows):
+            writer.write_table(_table(group))
+    return buffer.getvalue()
+
+
+def _groups(rows: list[Row]) -> Iterator[list[Row]]:
+    first = tokens = 0
+    for place, row in enumerate(rows, 1):
+        tokens += row.length
+        if tokens >= _GROUP_TOKENS:
+            yield rows[first:place]
+            first, tokens = place, 0
+    if first < len(rows):
+        yield rows[first:]
+
+
+def _table(rows: list[Row]) -> Any:
     columns = {
         "sample_id": [row.sample_id for row in rows],
         "prompt_index": [row.prompt_index for row in rows],
@@ -119,12 +147,7 @@ def write_rows(rows: list[Row]) -> bytes:
         "weights": _names(row.origin.weights for row in rows),
         "dropped": _names(row.dropped for row in rows),
     }
-    table = pa.table(columns, schema=SCHEMA)
-    buffer = BytesIO()
-    # Dictionaries pay for names that repeat; for token ids they cost time and no longer shrink the file.
-    names = [field.name for field in SCHEMA if pa.types.is_dictionary(field.type)]
-    pq.write_table(table, buffer, compression="zstd", compression_level=3, use_dictionary=names)
-    return buffer.getvalue()
+    return pa.table(columns, schema=SCHEMA)
 
 
 def _lists(arrays: list[Ids]) -> Any:

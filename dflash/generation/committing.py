@@ -29,7 +29,7 @@ class Committer:
 
     def refresh(self) -> None:
         """Take in what others, or this worker's former self, have committed."""
-        for commit in self.parts.refresh():
+        for commit in self.parts.read_on():
             self._note(commit)
             for sample in commit.samples:
                 self._tally.add(sample, None)

@@ -71,9 +71,9 @@ def _worker(model: str, location: str, prompts: Path, port: int, count: int) -> 
     import threading
 
     from dflash.resource.generation import Gate, Generation
-    from jobs.generate import spare_torch
+    from jobs.generate import spare_memory
 
-    spare_torch(Generation(engine="sglang"))  # as the job does, before transformers is imported
+    spare_memory(Generation(engine="sglang"))  # as the job does, first
 
     from dflash.model.tokenizer import load_tokenizer
     from dflash.storage.location import StoreLocation
