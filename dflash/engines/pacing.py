@@ -1,7 +1,8 @@
 """How many requests should be in flight: enough that the server's queue is never empty, but shallow.
 
-Grows while the server has nothing waiting, shrinks when it has much waiting or says that it is
-overloaded. Pure: it is told what was seen and does no input or output.
+Grows while the server has nothing waiting, shrinks when it has much waiting at two looks in a row or says
+that it is overloaded. One look says little: answers of one length end together, and what follows them waits
+for a moment. Pure: it is told what was seen and does no input or output.
 """
 
 _GROWTH = 1.25
@@ -17,6 +18,7 @@ class Pace:
     def __init__(self, first: int, most: int) -> None:
         self.most = most
         self._now = float(min(first, most))
+        self._was_deep = False
         self._quiet_until = 0.0
 
     @property
@@ -25,10 +27,12 @@ class Pace:
         return max(1, int(self._now))
 
     def queue_seen(self, waiting: int, in_flight: int) -> None:
-        """The server's queue holds `waiting` of our `in_flight` requests."""
-        if waiting > _DEEP * in_flight:
+        """The servers' queues hold `waiting` of our `in_flight` requests."""
+        deep = waiting > _DEEP * in_flight
+        if deep and self._was_deep:
             self._now = max(1.0, self._now * _SHRINK)
-        elif waiting == 0 and in_flight >= self.now:
+        self._was_deep = deep
+        if waiting == 0 and in_flight >= self.now:
             self._now = min(float(self.most), self._now * _GROWTH + 1)
 
     def overloaded(self, now: float) -> None:

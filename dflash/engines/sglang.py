@@ -208,14 +208,17 @@ class SglangEngine(Engine):
         """Ask each server how long its queue is; one that does not tell leaves the pace as it is."""
         while True:
             await asyncio.sleep(_LOAD_SECONDS)
+            waiting = asked = 0
             for server in self._servers:
                 with contextlib.suppress(OSError, TimeoutError):
                     status, answer = await server.client.get(_LOAD_PATH, 10.0)
                     if status == 200 and isinstance(answer, dict):
                         loads = answer.get("loads", [])
                         server.saw_tokens([load.get("num_used_tokens") for load in loads])
-                        waiting = sum(int(load.get("num_waiting_reqs", 0)) for load in loads)
-                        self._pace.queue_seen(waiting, sum(other.outstanding for other in self._servers))
+                        waiting += sum(int(load.get("num_waiting_reqs", 0)) for load in loads)
+                        asked += server.outstanding
+            if asked:
+                self._pace.queue_seen(waiting, asked)
 
     async def _watch(self) -> None:
         """Restart our server when it ended or is stuck; give up on others' servers that are."""

@@ -160,6 +160,8 @@ def test_the_pace_grows_while_nothing_waits_and_falls_with_the_queue_and_with_re
         pace.queue_seen(0, pace.now)
     assert pace.now == 256
     pace.queue_seen(100, 256)
+    assert pace.now == 256  # once: answers of one length ended together
+    pace.queue_seen(100, 256)
     assert pace.now == 204
     pace.queue_seen(20, 204)  # shallow, not empty: just right
     assert pace.now == 204
