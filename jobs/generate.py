@@ -10,8 +10,6 @@ import signal
 import sys
 from collections.abc import Iterator
 
-import pyarrow
-
 from dflash.data.prompts import Prompt, PromptCounts, read_prompts
 from dflash.data.render import Renderer
 from dflash.engines.choice import engine_name, make_engine
@@ -29,16 +27,14 @@ from jobs.outcome import exit_with_outcome
 from jobs.settings import GenerateSettings
 
 
-def spare_memory(generation: Generation) -> None:
-    """Keep torch out of a process whose engine is another process, and Arrow from hoarding what it had.
+def spare_torch(generation: Generation) -> None:
+    """Keep torch out of a process whose engine is another process: tokenizers do not need it.
 
-    Torch takes 600 MB and seconds to load, and transformers loads it wherever it is found, though tokenizers
-    do not need it. Arrow's own allocator keeps some 30 MB of each thread's for the next part. For whole
-    processes only, and first: what is imported later cannot have torch.
+    It takes 600 MB and seconds to load, and transformers loads it wherever it is found. For whole processes
+    only, and first: what is imported later cannot have it.
     """
     if engine_name(generation) == "sglang":
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # an import of None is refused
-    pyarrow.set_memory_pool(pyarrow.system_memory_pool())
 
 
 def build_worker(resource: Drafter, settings: GenerateSettings) -> Worker:
@@ -92,7 +88,7 @@ def _body() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = GenerateSettings.read()
     resource = settings.load_resource()
-    spare_memory(resource.spec.generation)
+    spare_torch(resource.spec.generation)
     asyncio.run(_run(build_worker(resource, settings)))
 
 

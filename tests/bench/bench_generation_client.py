@@ -71,9 +71,9 @@ def _worker(model: str, location: str, prompts: Path, port: int, count: int) -> 
     import threading
 
     from dflash.resource.generation import Gate, Generation
-    from jobs.generate import spare_memory
+    from jobs.generate import spare_torch
 
-    spare_memory(Generation(engine="sglang"))  # as the job does, first
+    spare_torch(Generation(engine="sglang"))  # as the job does, before transformers is imported
 
     from dflash.model.tokenizer import load_tokenizer
     from dflash.storage.location import StoreLocation

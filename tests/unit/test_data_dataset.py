@@ -2,8 +2,12 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +97,21 @@ def same(one: Row, other: Row) -> bool:
         and np.array_equal(one.prompt_ids, other.prompt_ids)
         and np.array_equal(one.output_ids, other.output_ids)
     )
+
+
+def test_a_part_of_many_tokens_is_written_in_row_groups_and_read_as_one(tmp_path: Path) -> None:
+    long = [replace(row, output_ids=np.arange(50_000, dtype=np.int32)) for row in rows(10)]
+    (tmp_path / "p.parquet").write_bytes(write_rows(long))
+    assert pq.ParquetFile(tmp_path / "p.parquet").num_row_groups == 4
+    assert all(same(one, other) for one, other in zip(long, read_rows(tmp_path / "p.parquet"), strict=True))
+
+
+def test_arrow_takes_memory_from_the_system() -> None:
+    # Its usual allocator keeps what a part took, for each thread that ever wrote one.
+    code = "import dflash.data.dataset, pyarrow; print(pyarrow.default_memory_pool().backend_name)"
+    environment = {key: value for key, value in os.environ.items() if key != "ARROW_DEFAULT_MEMORY_POOL"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    assert found.stdout.strip() == b"system"
 
 
 def test_rows_survive_parquet(tmp_path: Path) -> None:
