@@ -7,7 +7,7 @@ import logging
 import time
 
 from dflash.data.keyset import KeySet
-from dflash.data.parts import PartCommit, PartLog, make_commit
+from dflash.data.parts import PartLog, make_commit
 from dflash.generation.gate import Tally
 from dflash.generation.job import Done
 from dflash.storage.store import Store
@@ -21,7 +21,10 @@ class Committer:
     def __init__(self, store: Store, dataset: str, worker: str, tally: Tally) -> None:
         self.parts = PartLog(store, dataset)
         self.done = KeySet()
-        """Keys of all prompts that are accounted for, by anyone."""
+        """Keys of the prompts that others, or this worker's former self, have accounted for.
+
+        Not of those it commits itself: it meets each of its prompts once, and a large dataset has many.
+        """
         self._store = store
         self._dataset = dataset
         self._worker = worker
@@ -30,15 +33,12 @@ class Committer:
     def refresh(self) -> None:
         """Take in what others, or this worker's former self, have committed."""
         for commit in self.parts.read_on():
-            self._note(commit)
+            for key in commit.prompts:
+                self.done.add(key)
             for sample in commit.samples:
                 self._tally.add(sample, None)
             for dropped in commit.dropped:
                 self._tally.add(dropped.sample_id, dropped.reason, dropped.supervised)
-
-    def _note(self, commit: PartCommit) -> None:
-        for key in commit.prompts:
-            self.done.add(key)
 
     def commit(self, batch: list[Done]) -> None:
         """Commit these prompts, but for those that another worker commits first."""
@@ -54,7 +54,6 @@ class Committer:
                 rejects=[row for done in batch for row in done.rejects],
             )
             if self.parts.append(commit):
-                self._note(commit)
                 log.info(
                     "part %d: %d samples of %d prompts", commit.sequence, len(commit.samples), len(batch)
                 )
