@@ -23,6 +23,7 @@ from dflash.channel.keys import KeyPair
 from dflash.channel.mailbox import Mailbox
 from dflash.channel.receipt import Arrived, Failed, Joined, Receiver, ReceiveSettings
 from dflash.channel.window import Window
+from dflash.channel.wire import is_cut_well
 from dflash.errors import TemporaryError
 
 logger = logging.getLogger(__name__)
@@ -280,6 +281,8 @@ class Loop:
                     "announced"
                 )
             link.announced.add(item.index)
+        if not is_cut_well(batch.sizes, sum(item.length for item in batch.items), self._settings.identity):
+            raise messages.MessageError(f"{sum(batch.sizes):,} bytes cannot be what was asked for")
         link.receiver.announced(batch)
 
     # Links

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-VERSION = 2
+VERSION = 3
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAME_BYTES = 1 << 28
 MAX_SAMPLES = 4096
+MAX_TRANSFERS = 1 << 16
 
 Name = Annotated[str, Field(min_length=1, max_length=512)]
 Text = Annotated[str, Field(max_length=4096)]
@@ -96,11 +97,12 @@ class Denied(_Message):
 
 
 class Batch(_Message):
-    """Target → drafter: one buffer follows on the process group, with these samples in this order."""
+    """Target → drafter: these samples follow on the process group, in transfers of so many bytes each."""
 
     kind: Literal["batch"] = "batch"
     number: Count
     items: Annotated[list[Item], Field(min_length=1, max_length=MAX_SAMPLES)]
+    sizes: Annotated[list[Count], Field(min_length=1, max_length=MAX_TRANSFERS)]
     checksum: Count | None
 
 

@@ -1,7 +1,8 @@
 """Receiving a link's batches: two threads for each target, so that the wire never waits for a check.
 
 The first starts to receive a batch as soon as it is announced, also while others are under way; the second
-waits for them in turn and looks at every number. What they find reaches the drafter's loop as events.
+waits for each transfer in turn and looks at its numbers while the next one arrives. What they find reaches
+the drafter's loop as events.
 """
 
 import queue
@@ -24,8 +25,17 @@ from dflash.channel.link import (
     local_address_towards,
     own_stream,
 )
-from dflash.channel.verify import find_faults
-from dflash.channel.wire import TRAILER_BYTES, checksum, flat_bytes, slots, unpack
+from dflash.channel.verify import find_faults, is_finite
+from dflash.channel.wire import (
+    DTYPES,
+    TRAILER_BYTES,
+    checksum,
+    flat_bytes,
+    is_short,
+    separate,
+    slots,
+    unpack,
+)
 from dflash.model.states import States
 
 
@@ -70,10 +80,11 @@ class ReceiveSettings:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """A batch on its way into `flat`, in several works."""
+    """A batch on its way into `flat`, by a work for each of its parts."""
 
     batch: messages.Batch
     flat: Tensor
+    parts: Sequence[Tensor]
     works: Sequence[Work]
 
 
@@ -138,37 +149,46 @@ class Receiver:
             self._under_way.put(None)
 
     def _start(self, batch: messages.Batch) -> _Transfer:
-        identity = self._settings.identity
-        lengths = [item.length for item in batch.items]
-        flat = self._buffers.take(flat_bytes(sum(lengths), identity))
-        parts = slots(flat, lengths, identity, direct=self._settings.backend == "gloo")
-        return _Transfer(batch, flat, [self._tensors.start_receive(part) for part in parts])
+        tokens = sum(item.length for item in batch.items)
+        flat = self._buffers.take(flat_bytes(tokens, self._settings.identity))
+        parts = slots(flat, batch.sizes)
+        return _Transfer(batch, flat, parts, [self._tensors.start_receive(part) for part in parts])
 
     def _run_ends(self) -> None:
         try:
             with own_stream(self._settings.device) as stream:
                 while (transfer := self._under_way.get()) is not None:
-                    for work in transfer.works:
-                        self._tensors.finish(work)
                     if stream is not None:  # it was taken in another thread's stream, and is used in these
                         transfer.flat.record_stream(stream)
                         transfer.flat.record_stream(torch.cuda.default_stream(self._settings.device))
-                    batch, size = transfer.batch, transfer.flat.numel()
-                    self._report(Arrived(self._link, batch.items, self._open(batch, transfer.flat), size))
-                    del transfer, work  # nothing is held here while waiting: the consumer frees it
+                    items, size = transfer.batch.items, len(transfer.flat)
+                    self._report(Arrived(self._link, items, self._receive(transfer), size))
+                    del transfer  # nothing is held here while waiting: the consumer frees it
         except Exception as error:  # noqa: BLE001 - see above
             self._fail(error)
 
-    def _open(self, batch: messages.Batch, flat: Tensor) -> list[States | str]:
+    def _receive(self, transfer: _Transfer) -> list[States | str]:
         """Each sample's states, or what is wrong with them; RuntimeError if the stream is out of step."""
-        identity = self._settings.identity
-        states = unpack(flat, [item.length for item in batch.items], identity, batch.number)
+        batch, identity = transfer.batch, self._settings.identity
+        finite, crc = True, 0
+        end = len(transfer.flat) - TRAILER_BYTES
+        for work, part in zip(transfer.works, transfer.parts, strict=True):
+            self._tensors.finish(work)
+            if batch.checksum is not None:
+                crc = checksum(part, crc)
+            numbers = part[: end - part.storage_offset()].view(DTYPES[identity.dtype])
+            if not is_finite(numbers):
+                finite = False
+                if is_short(part):
+                    raise RuntimeError("a transfer was shorter than announced")
+        lengths = [item.length for item in batch.items]
+        states = unpack(transfer.flat, sum(lengths), identity, batch.number)
         if states is None:
             raise RuntimeError("a transfer was shorter than announced, or not the one announced")
-        if batch.checksum is not None and checksum([flat]) != batch.checksum:
-            return ["the checksum of its transfer is wrong"] * len(states)
-        faults = find_faults(states, identity, flat[:-TRAILER_BYTES].view(states[0].taps.dtype))
-        return [fault or sample for fault, sample in zip(faults, states, strict=True)]
+        if batch.checksum is not None and crc != batch.checksum:
+            return ["the checksum of its transfer is wrong"] * len(lengths)
+        faults = find_faults(states, lengths, identity, finite=finite)
+        return [fault or one for fault, one in zip(faults, separate(states, lengths), strict=True)]
 
     def _fail(self, error: Exception) -> None:
         text = (str(error) or repr(error)).splitlines()[0][:300]

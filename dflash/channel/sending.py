@@ -5,6 +5,7 @@ the second waits for transfers to end, which makes room for the next capture. A 
 batches that are not sent, so a slow or stuck drafter bounds its own memory and delays nobody.
 """
 
+import functools
 import itertools
 import queue
 import threading
@@ -19,7 +20,7 @@ from dflash.channel import messages
 from dflash.channel.interface import Identity
 from dflash.channel.link import TARGET_RANK, Backend, TensorLink, own_stream
 from dflash.channel.roster import Job, Roster, Session
-from dflash.channel.wire import checksum, gathered_bytes, pack, transfer_sizes
+from dflash.channel.wire import checksum, cut, gathered_bytes, pack, stretches
 
 UNSENT = 2
 """Batches of a session that are captured and not yet sent: one on the wire, one behind it."""
@@ -114,24 +115,26 @@ class Sender:
         if stream is not None:
             stream.synchronize()  # the states are copied, so they may be freed
         every = self._settings.checksum_every
-        crc = checksum(transfers) if every > 0 and number % every == 0 else None
-        self._roster.tell(self._session, messages.Batch(number=number, items=job.items, checksum=crc))
+        crc = None
+        if every > 0 and number % every == 0:
+            crc = functools.reduce(lambda before, part: checksum(part, before), transfers, 0)
+        sizes = [len(part) for part in transfers]
+        announcement = messages.Batch(number=number, items=job.items, sizes=sizes, checksum=crc)
+        self._roster.tell(self._session, announcement)
         self._under_way.put(_Sending(self.transmit(self._tensors, transfers), transfers))
 
     def _transfers(self, job: Job, number: int) -> list[Tensor]:
-        """One transfer from a GPU; between CPUs large states go from where they lie."""
-        identity, device = self._settings.identity, self._settings.device
-        lengths = [item.length for item in job.items]
-        direct = self._settings.backend == "gloo"
-        size = gathered_bytes(lengths, identity, direct and device.type == "cpu")
+        """One transfer by NCCL; several by Gloo, from where the states lie if they are on a CPU."""
+        device = self._settings.device
+        batch = stretches(job.states)
+        direct = device.type == "cpu"
+        size = gathered_bytes(batch, direct)
         turn = number % UNSENT
         if self._buffers[turn].numel() < size:
             self._buffers[turn] = torch.empty(size, dtype=torch.uint8, device=device)
-        transfers = pack(
-            job.states, identity, number, self._buffers[turn], direct=direct and device.type == "cpu"
-        )
-        if direct and device.type != "cpu":
-            transfers = list(torch.split(transfers[0].cpu(), transfer_sizes(lengths, identity, direct)))
+        transfers = pack(batch, number, self._buffers[turn], direct=direct)
+        if self._settings.backend == "gloo":
+            transfers = cut([part.cpu() for part in transfers])
         return transfers
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Checks of received states that a healthy target always passes: finite, not constant, not zero.
 
 Each tap, and the final state, is judged on its own, because one broken layer is what faults look like.
-Lengths, identity and checksums are checked where they are known (`client`, `wire`).
+Lengths, identity and checksums are checked where they are known (`loop`, `receipt`, `wire`).
 """
 
 import math
@@ -11,46 +11,50 @@ import torch
 from torch import Tensor
 
 from dflash.channel.interface import Identity
+from dflash.channel.wire import separate
 from dflash.model.states import States
+
+_FIRST_NUMBERS = 8
+"""Of a tap's last row: if they differ, the tap is not constant. All alike by chance is next to impossible."""
+
+
+def is_finite(numbers: Tensor) -> bool:
+    """Whether all numbers are finite; False also if they add up to more than their dtype holds."""
+    return math.isfinite(float(numbers.sum()))
 
 
 def find_faults(
-    batch: Sequence[States], identity: Identity, numbers: Tensor | None = None
+    batch: States, lengths: Sequence[int], identity: Identity, *, finite: bool
 ) -> list[str | None]:
     """Name the first fault of each sample of a batch, or None.
 
-    `numbers`: the states of all samples in one row, where they lie so; one sum then does for all of them.
-    Healthy samples are passed by two questions that cost one read of the data together: whether the sum
-    is finite (one element that is not makes it so), and whether the last token's states differ within
-    each tap (if they do, the tap is neither constant nor zero). Only who fails these is looked at closely.
+    `batch` has the states of all samples one behind another, of these lengths. `finite`: that all numbers are
+    is known already, by `is_finite` on each of their parts. Healthy samples are passed by two questions:
+    whether their sum is finite, and whether the first numbers of each tap differ at the last token (if they
+    do, the tap is neither constant nor zero). Only who fails these is looked at closely.
     """
-    if numbers is not None and math.isfinite(float(numbers.sum())):
-        doubtful = [False] * len(batch)
-    else:
-        doubtful = [not math.isfinite(total) for total in _sums(batch)]
-    for index, flat_row in enumerate(_flat_rows(batch, identity)):
-        doubtful[index] = doubtful[index] or flat_row
+    samples = separate(batch, lengths)
+    doubtful = _alike(batch, lengths, identity)
+    if not finite:
+        sums = [is_finite(s.taps) and (s.final is None or is_finite(s.final)) for s in samples]
+        doubtful = [alike or not summed for alike, summed in zip(doubtful, sums, strict=True)]
     return [
         _find_fault(states, identity) if doubt else None
-        for states, doubt in zip(batch, doubtful, strict=True)
+        for states, doubt in zip(samples, doubtful, strict=True)
     ]
 
 
-def _sums(batch: Sequence[States]) -> list[float]:
-    """Per sample a number that is finite only if all its states are (and do not add up to 1e38)."""
-    totals = torch.stack([part.sum() for states in batch for part in _tensors(states)]).reshape(
-        len(batch), -1
-    )
-    sums: list[float] = totals.float().sum(dim=1).tolist()
-    return sums
-
-
-def _flat_rows(batch: Sequence[States], identity: Identity) -> list[bool]:
-    """Per sample, whether some tap of its last token has the same number everywhere."""
-    rows = torch.stack([torch.cat([part[-1] for part in _tensors(states)]) for states in batch])
-    rows = rows.view(len(batch), -1, identity.hidden_size)
-    flat: list[bool] = (rows == rows[:, :, :1]).all(dim=2).any(dim=1).tolist()
-    return flat
+def _alike(batch: States, lengths: Sequence[int], identity: Identity) -> list[bool]:
+    """Per sample, whether at its last token some tap's, or the final state's, first numbers are alike."""
+    last = torch.tensor(lengths).cumsum(0).sub(1).to(batch.taps.device)
+    first = min(_FIRST_NUMBERS, identity.hidden_size)
+    taps = batch.taps.view(len(batch.taps), len(identity.taps), identity.hidden_size)[:, :, :first][last]
+    alike = (taps == taps[:, :, :1]).all(dim=2).any(dim=1)
+    if batch.final is not None:
+        final = batch.final[:, :first][last]
+        alike |= (final == final[:, :1]).all(dim=1)
+    answer: list[bool] = alike.tolist()
+    return answer
 
 
 def _find_fault(states: States, identity: Identity) -> str | None:
@@ -67,7 +71,3 @@ def _find_fault(states: States, identity: Identity) -> str | None:
         if low == high:
             return f"{where} is all zero" if low == 0.0 else f"{where} is constant"
     return None
-
-
-def _tensors(states: States) -> list[Tensor]:
-    return [states.taps] if states.final is None else [states.taps, states.final]

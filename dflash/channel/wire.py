@@ -1,10 +1,12 @@
 """How several samples' states lie in one batch on the wire, in which transfers it goes, and its checksum.
 
-Per sample, in the order of the announcement: taps [T, K·D], then the final state [T, D] where the
-identity has one, row-major, in the states' dtype. Eight bytes follow the last sample: the number of the
-batch, so that a short or displaced one is noticed. A batch is one transfer, or several in a row: between
-CPUs a large tensor goes from where it lies, which saves a copy of it, and only the small ones are gathered.
-Both ends cut by the same rule. Knows nothing of how transfers travel.
+First the taps of all samples [T, K·D] in the order of the announcement, then their final states [T, D] where
+the identity has them, row-major, in the states' dtype. Eight bytes follow: the number of the batch, so that a
+short or displaced one is noticed. Between CPUs a batch is several transfers in a row: states that lie one
+behind another in the target's memory, as those of a packed forward do, go from where they are, which saves a
+copy, and only the small rest is gathered; and a transfer is no larger than a cache, so that it is checked
+while it is there and while the next one is on the wire. The announcement says how it is cut. Knows nothing of
+how transfers travel.
 """
 
 import zlib
@@ -20,8 +22,10 @@ TRAILER_BYTES = 8
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-_DIRECT_BYTES = 1 << 20
-"""A tensor from this size on is a transfer of its own: announcing one costs less than copying it."""
+_DIRECT_BYTES = 1 << 18
+"""A stretch of memory from this size on goes on its own: announcing it costs less than copying it."""
+_TRANSFER_BYTES = 4 << 20
+"""A transfer between CPUs: large enough to cost nothing by itself, small enough for a shared cache."""
 
 
 def flat_bytes(tokens: int, identity: Identity) -> int:
@@ -29,33 +33,14 @@ def flat_bytes(tokens: int, identity: Identity) -> int:
     return tokens * identity.width * DTYPES[identity.dtype].itemsize + TRAILER_BYTES
 
 
-def transfer_sizes(lengths: Sequence[int], identity: Identity, direct: bool) -> list[int]:
-    """Bytes of each transfer of a batch, in order; the last one has the trailer.
-
-    `direct`: large tensors go on their own. Both ends must say the same.
-    """
-    sizes, gathered = [], 0
-    for size in _tensor_sizes(lengths, identity):
-        if direct and size >= _DIRECT_BYTES:
-            sizes += [gathered, size] if gathered else [size]
-            gathered = 0
-        else:
-            gathered += size
-    return [*sizes, gathered + TRAILER_BYTES]
-
-
-def gathered_bytes(lengths: Sequence[int], identity: Identity, direct: bool) -> int:
-    """Bytes of a batch that do not go from where they lie: the buffer that `pack` needs."""
-    sizes = _tensor_sizes(lengths, identity)
-    return TRAILER_BYTES + sum(size for size in sizes if not (direct and size >= _DIRECT_BYTES))
-
-
-def _tensor_sizes(lengths: Sequence[int], identity: Identity) -> Iterator[int]:
-    state = identity.hidden_size * DTYPES[identity.dtype].itemsize
-    for length in lengths:
-        yield length * state * len(identity.taps)
-        if identity.final:
-            yield length * state
+def is_cut_well(sizes: Sequence[int], tokens: int, identity: Identity) -> bool:
+    """Whether transfers of these sizes can be a batch: between whole numbers, the trailer in one piece."""
+    size = DTYPES[identity.dtype].itemsize
+    return (
+        sum(sizes) == flat_bytes(tokens, identity)
+        and sizes[-1] >= TRAILER_BYTES
+        and all(part % size == 0 for part in sizes)
+    )
 
 
 def describe_mismatch(states: States, length: int, identity: Identity) -> str | None:
@@ -73,72 +58,107 @@ def describe_mismatch(states: States, length: int, identity: Identity) -> str | 
     return None
 
 
-def pack(
-    states: Sequence[States], identity: Identity, number: int, buffer: Tensor, *, direct: bool
-) -> list[Tensor]:
-    """The transfers of a batch: uint8, of `transfer_sizes`.
+def stretches(states: Sequence[States]) -> list[Tensor]:
+    """The batch without its trailer as uint8, in as few tensors as it lies in: neighbours are one."""
+    merged: list[Tensor] = []
+    begin = end = 0
+    storage = None
+    for part in _parts(states):
+        part = part.contiguous()  # noqa: PLW2901 - the same numbers
+        own, start = part.untyped_storage(), int(part.storage_offset()) * part.itemsize
+        size = part.numel() * part.itemsize
+        if storage is not None and own.data_ptr() == storage.data_ptr() and start == end:
+            merged.pop()
+            end += size
+        else:
+            storage, begin, end = own, start, start + size
+        whole = torch.empty(0, dtype=torch.uint8, device=part.device)
+        merged.append(whole.set_(own, begin, (end - begin,), (1,)))
+    return merged
 
-    They are parts of `buffer` (uint8 of `gathered_bytes`, on the states' device), into which small tensors
-    are copied, and large tensors themselves, which must stay as they are until they are sent.
+
+def gathered_bytes(batch: Sequence[Tensor], direct: bool) -> int:
+    """Bytes of `stretches` that do not go from where they lie: the buffer that `pack` needs."""
+    return TRAILER_BYTES + sum(len(part) for part in batch if not _goes_alone(part, direct))
+
+
+def pack(batch: Sequence[Tensor], number: int, buffer: Tensor, *, direct: bool) -> list[Tensor]:
+    """The transfers of a batch given as `stretches`, uint8.
+
+    They are parts of `buffer` (uint8 of `gathered_bytes`, on the states' device), into which small stretches
+    are copied, and, if `direct`, large ones themselves, which must stay as they are until they are sent.
     """
-    dtype = DTYPES[identity.dtype]
     transfers: list[Tensor] = []
     start = end = 0
-    for tensor in (part for sample in states for part in _tensors(sample)):
-        size = tensor.numel() * dtype.itemsize
-        if direct and size >= _DIRECT_BYTES:
+    for part in batch:
+        if _goes_alone(part, direct):
             if end > start:
                 transfers.append(buffer[start:end])
                 start = end
-            transfers.append(tensor.contiguous().view(-1).view(torch.uint8))
+            transfers.append(part)
         else:
-            buffer[end : end + size].view(dtype).view(tensor.shape).copy_(tensor)
-            end += size
+            buffer[end : end + len(part)].copy_(part)
+            end += len(part)
     buffer[end : end + TRAILER_BYTES].copy_(_trailer(number))
     return [*transfers, buffer[start : end + TRAILER_BYTES]]
 
 
-def slots(flat: Tensor, lengths: Sequence[int], identity: Identity, direct: bool) -> list[Tensor]:
+def cut(transfers: Sequence[Tensor]) -> list[Tensor]:
+    """The same bytes in transfers of at most 4 MiB (and a trailer)."""
+    *heads, last = transfers
+    pieces = [piece for part in heads for piece in torch.split(part, _TRANSFER_BYTES)]
+    rest = max(0, len(last) - TRAILER_BYTES - 1) // _TRANSFER_BYTES * _TRANSFER_BYTES
+    return [*pieces, *(torch.split(last[:rest], _TRANSFER_BYTES) if rest else ()), last[rest:]]
+
+
+def slots(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Where in a receive buffer each transfer goes.
 
     The end of each is made NaN, so that a transfer that brings less than was announced leaves a state that
-    is not finite, or no trailer, instead of what an earlier batch left there.
+    is not finite, or no trailer, instead of what an earlier batch left there (`is_short`).
     """
-    parts = list(torch.split(flat, transfer_sizes(lengths, identity, direct)))
+    parts = list(torch.split(flat, list(sizes)))
     for part in parts:
         part[-TRAILER_BYTES:].fill_(0xFF)
     return parts
 
 
-def unpack(flat: Tensor, lengths: Sequence[int], identity: Identity, number: int) -> list[States] | None:
-    """Views of each sample's states in a received buffer; None if the trailer is not this batch's."""
+def is_short(part: Tensor) -> bool:
+    """Whether the end of a transfer is as `slots` left it. Worth asking where something is not finite."""
+    return bool((part[-TRAILER_BYTES:] == 0xFF).all())
+
+
+def unpack(flat: Tensor, tokens: int, identity: Identity, number: int) -> States | None:
+    """Views of all samples' states, one behind another; None if the trailer is not this batch's."""
     if not torch.equal(flat[-TRAILER_BYTES:].cpu(), _trailer(number)):
         return None
     numbers = flat[:-TRAILER_BYTES].view(DTYPES[identity.dtype])
-    taps_width = identity.hidden_size * len(identity.taps)
-    offset = 0
-    states = []
-    for length in lengths:
-        taps = numbers[offset : offset + length * taps_width].view(length, taps_width)
-        offset += length * taps_width
-        final = None
-        if identity.final:
-            final = numbers[offset : offset + length * identity.hidden_size].view(length, -1)
-            offset += length * identity.hidden_size
-        states.append(States(taps, final))
-    return states
+    width = identity.hidden_size * len(identity.taps)
+    taps = numbers[: tokens * width].view(tokens, width)
+    final = numbers[tokens * width :].view(tokens, identity.hidden_size) if identity.final else None
+    return States(taps, final)
 
 
-def checksum(transfers: Sequence[Tensor]) -> int:
-    """CRC-32 of a batch's bytes."""
-    crc = 0
-    for part in transfers:
-        crc = zlib.crc32(part.cpu().numpy().data, crc)
-    return crc
+def separate(batch: States, lengths: Sequence[int]) -> list[States]:
+    """Each sample's part of what `unpack` returns."""
+    taps = torch.split(batch.taps, list(lengths))
+    if batch.final is None:
+        return [States(part) for part in taps]
+    return [States(*parts) for parts in zip(taps, torch.split(batch.final, list(lengths)), strict=True)]
 
 
-def _tensors(states: States) -> list[Tensor]:
-    return [states.taps] if states.final is None else [states.taps, states.final]
+def checksum(part: Tensor, before: int = 0) -> int:
+    """CRC-32 of bytes that follow those whose CRC-32 is `before`."""
+    return zlib.crc32(part.cpu().numpy().data, before)
+
+
+def _goes_alone(part: Tensor, direct: bool) -> bool:
+    return direct and len(part) >= _DIRECT_BYTES
+
+
+def _parts(states: Sequence[States]) -> Iterator[Tensor]:
+    yield from (sample.taps for sample in states)
+    yield from (sample.final for sample in states if sample.final is not None)
 
 
 def _trailer(number: int) -> Tensor:

@@ -17,15 +17,18 @@ from dflash.channel.keys import Authority, KeyPair
 from dflash.channel.members import at_addresses
 from dflash.channel.packing import pick
 from dflash.channel.shares import RecentShare
-from dflash.channel.verify import find_faults
+from dflash.channel.verify import find_faults, is_finite
 from dflash.channel.wire import (
     checksum,
+    cut,
     describe_mismatch,
-    flat_bytes,
     gathered_bytes,
+    is_cut_well,
+    is_short,
     pack,
+    separate,
     slots,
-    transfer_sizes,
+    stretches,
     unpack,
 )
 from dflash.model.states import States
@@ -91,83 +94,119 @@ def test_ids_that_are_not_as_many_as_announced_are_refused():
 # The buffer's layout
 
 
-def packed(states, identity, number, *, direct=False):
+def packed(states, number, *, direct=False):
     """The transfers of a batch, as a sender makes them."""
-    lengths = [len(sample.taps) for sample in states]
-    buffer = torch.empty(gathered_bytes(lengths, identity, direct) + 100, dtype=torch.uint8)
-    return pack(states, identity, number, buffer, direct=direct)
+    batch = stretches(states)
+    buffer = torch.empty(gathered_bytes(batch, direct) + 100, dtype=torch.uint8)
+    transfers = pack(batch, number, buffer, direct=direct)
+    return cut(transfers) if direct else transfers
 
 
-def carried(transfers, lengths, identity, *, direct=False):
-    """A receive buffer that was used before, after these transfers."""
-    flat = torch.full((flat_bytes(sum(lengths), identity),), 1, dtype=torch.uint8)
-    for sent, slot in zip(transfers, slots(flat, lengths, identity, direct), strict=True):
+def carried(transfers, sizes):
+    """A receive buffer that was used before, after these transfers; and its parts."""
+    flat = torch.full((sum(sizes),), 1, dtype=torch.uint8)
+    parts = slots(flat, sizes)
+    for sent, slot in zip(transfers, parts, strict=True):
         slot[: len(sent)] = sent
-    return flat
+    return flat, parts
 
 
-@pytest.mark.parametrize("final", [True, False])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("large", [0, 1, 2])
-def test_states_survive_the_journey(dtype, final, large):
-    """`large`: which sample's taps, or final state too, are too large to be gathered."""
-    identity = Identity("f", (0, 2), 64, dtype, final)
-    lengths = [1, 5, 3]
-    lengths[large] = 5000 if large else 1
-    sent = [random_states(length, identity, seed=length) for length in lengths]
-    transfers = packed(sent, identity, 12, direct=True)
-    assert [len(part) for part in transfers] == transfer_sizes(lengths, identity, direct=True)
-    assert (len(transfers) > 1) == bool(large)
-    received = unpack(carried(transfers, lengths, identity, direct=True), lengths, identity, 12)
+def neighbours(lengths, identity, gap=0):
+    """Samples as slices of one forward, with `gap` tokens of padding behind each."""
+    whole = random_states(sum(lengths) + gap * len(lengths), identity)
+    states, start = [], 0
+    for length in lengths:
+        final = whole.final[start : start + length] if identity.final else None
+        states.append(States(whole.taps[start : start + length], final))
+        start += length + gap
+    return states
+
+
+SAMPLES = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    lengths=SAMPLES,
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    final=st.booleans(),
+    direct=st.booleans(),
+    gap=st.integers(0, 1),
+    width=st.sampled_from([63, 96, 512]),
+)
+def test_states_survive_the_journey(lengths, dtype, final, direct, gap, width):
+    identity = Identity("f", (0, 2), width, dtype, final)
+    sent = neighbours(lengths, identity, gap)
+    transfers = packed(sent, 12, direct=direct)
+    sizes = [len(part) for part in transfers]
+    assert is_cut_well(sizes, sum(lengths), identity)
+    assert max(sizes) <= (4 << 20) + 8 if direct else len(sizes) == 1
+    flat, parts = carried(transfers, sizes)
+    assert not any(is_short(part) for part in parts)
+    received = separate(unpack(flat, sum(lengths), identity, 12), lengths)
     for a, b in zip(sent, received, strict=True):
         assert torch.equal(a.taps, b.taps)
         assert (a.final is None and b.final is None) or torch.equal(a.final, b.final)
 
 
-def test_large_states_are_sent_from_where_they_lie():
-    identity = Identity("f", (0, 2), 64, "float32", False)
-    sample = random_states(5000, identity)
-    first, trailer = packed([sample], identity, 0, direct=True)
-    assert first.data_ptr() == sample.taps.data_ptr()
-    assert len(trailer) == 8
-    assert len(packed([sample], identity, 0)) == 1  # gathered where that is asked for
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.booleans(), st.booleans())
-def test_both_ends_cut_alike_and_lose_nothing(lengths, final, direct):
-    identity = Identity("f", (0, 2, 5), 96, "bfloat16", final)
-    sizes = transfer_sizes(lengths, identity, direct)
-    assert sum(sizes) == flat_bytes(sum(lengths), identity)
-    assert gathered_bytes(lengths, identity, direct) <= sum(sizes)
-    assert direct or len(sizes) == 1
-
-
-@pytest.mark.parametrize("short", [0, 1, 2])
-def test_a_short_transfer_is_noticed_whichever_it_is(short):
-    identity = Identity("f", (0, 2), 64, "bfloat16", False)
-    lengths = [5000, 3, 4500]
-    transfers = packed([random_states(n, identity) for n in lengths], identity, 3, direct=True)
+def test_states_of_one_forward_are_sent_from_where_they_lie():
+    identity = Identity("f", (0, 2), 64, "bfloat16", True)
+    samples = neighbours([1500] * 20, identity)
+    transfers = packed(samples, 0, direct=True)
+    assert transfers[0].data_ptr() == samples[0].taps.data_ptr()
+    assert [len(part) for part in transfers[:2]] == [4 << 20, 30_000 * 256 - (4 << 20)]
+    assert transfers[2].data_ptr() == samples[0].final.data_ptr()
+    assert len(transfers[2]) == 30_000 * 128
     assert len(transfers) == 4
-    transfers[short] = transfers[short][:-64]
-    states = unpack(carried(transfers, lengths, identity, direct=True), lengths, identity, 3)
-    for numbers in (None, torch.cat([sample.taps.view(-1) for sample in states])):
-        faults = find_faults(states, identity, numbers)
-        assert [bool(fault) for fault in faults] == [index == short for index in range(3)]
+    assert len(transfers[3]) == 8
+    assert len(packed(samples, 0)) == 1  # gathered where that is asked for
+
+
+def test_small_samples_that_are_no_neighbours_are_gathered():
+    identity = Identity("f", (0, 2), 64, "bfloat16", False)
+    samples = [random_states(100, identity, seed) for seed in range(20)]
+    (transfer,) = packed(samples, 0, direct=True)
+    assert len(transfer) == 20 * 100 * 256 + 8
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1024], [1032, 0], [1024, 4, 4], [1, 1031], [2056], [1032, 1032], [0, 0, 1016]]
+)
+def test_transfers_that_cannot_be_the_batch_are_noticed(sizes):
+    identity = Identity("f", (0,), 64, "bfloat16", False)
+    assert is_cut_well([512, 512, 8], 8, identity)
+    assert is_cut_well([1032], 8, identity)
+    assert not is_cut_well(sizes, 8, identity)
+
+
+@pytest.mark.parametrize("short", [0, 1, 2, 3])
+@pytest.mark.parametrize("missing", [8, 64, 100_000])
+def test_a_short_transfer_is_noticed_whichever_it_is(short, missing):
+    identity = Identity("f", (0, 2), 64, "bfloat16", False)
+    samples = [random_states(n, identity, seed=n) for n in (5000, 3, 4500, 30_000)]
+    transfers = packed(samples, 3, direct=True)
+    sizes = [len(part) for part in transfers]
+    assert len(transfers) == 6
+    assert min(sizes[:1] + sizes[2:5]) > 100_000
+    transfers[short] = transfers[short][: max(0, sizes[short] - missing)]
+    _, parts = carried(transfers, sizes)
+    for index, part in enumerate(parts[:-1]):
+        assert is_finite(part.view(torch.bfloat16)) == (index != short)
+        assert is_short(part) == (index == short)
 
 
 def test_a_buffer_of_another_batch_is_not_opened():
-    (flat,) = packed([random_states(4)], IDENTITY, 5)
-    assert unpack(flat, [4], IDENTITY, 6) is None
+    (flat,) = packed([random_states(4)], 5)
+    assert unpack(flat, 4, IDENTITY, 6) is None
 
 
 @given(st.integers(0, 4 * 32 * 2 - 1), st.integers(0, 7))
 def test_the_checksum_notices_any_flipped_bit(byte, bit):
-    (flat,) = packed([random_states(4)], IDENTITY, 0)
-    before = checksum([flat])
-    assert checksum([flat[:100], flat[100:]]) == before  # however it is cut
+    (flat,) = packed([random_states(4)], 0)
+    before = checksum(flat)
+    assert checksum(flat[100:], checksum(flat[:100])) == before  # however it is cut
     flat[byte] ^= 1 << bit
-    assert checksum([flat]) != before
+    assert checksum(flat) != before
 
 
 @pytest.mark.parametrize(
@@ -198,9 +237,10 @@ def test_a_capture_that_returns_something_else_is_noticed(states, text):
 @settings(deadline=None, max_examples=60)
 def test_every_fault_is_found_wherever_it_is_and_only_there(dtype, length, tap, fault, data):
     identity = Identity("f", (1, 4, 7), 8, dtype, True)
-    batch = [random_states(length, identity, seed) for seed in range(3)]
-    assert find_faults(batch, identity) == [None, None, None]
-    states = batch[1]
+    lengths = [3, length, 2]
+    batch = random_states(sum(lengths), identity)
+    assert find_faults(batch, lengths, identity, finite=True) == [None, None, None]
+    states = separate(batch, lengths)[1]
     part = states.final if tap == 3 else states.taps[:, 8 * tap : 8 * tap + 8]
     if fault in ("nan", "inf", "-inf"):
         row, column = data.draw(st.integers(0, length - 1)), data.draw(st.integers(0, 7))
@@ -210,14 +250,24 @@ def test_every_fault_is_found_wherever_it_is_and_only_there(dtype, length, tap, 
         part[:] = {"zero": 0.0, "-0": -0.0, "constant": 0.25}[fault]
         expected = "is constant" if fault == "constant" else "is all zero"
     where = "the final state" if tap == 3 else f"tap {identity.taps[tap]}"
-    assert find_faults(batch, identity) == [None, f"{where} {expected}", None]
+    finite = is_finite(batch.taps) and is_finite(batch.final)
+    assert finite == (fault not in ("nan", "inf", "-inf"))
+    assert find_faults(batch, lengths, identity, finite=finite) == [None, f"{where} {expected}", None]
 
 
 def test_one_constant_token_is_no_fault():
     states = random_states(5)
     states.taps[-1] = 0.0
     states.taps[0, :8] = 2.0
-    assert find_faults([states], IDENTITY) == [None]
+    assert find_faults(states, [5], IDENTITY, finite=True) == [None]
+
+
+def test_numbers_that_add_up_to_too_much_are_no_fault():
+    states = random_states(5)
+    states.taps[:3] = 3e38
+    states.taps[1, 0] = 2e38
+    assert not is_finite(states.taps)
+    assert find_faults(states, [5], IDENTITY, finite=False) == [None]
 
 
 # Packing
