@@ -25,7 +25,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _DIRECT_BYTES = 1 << 18
 """A stretch of memory from this size on goes on its own: announcing it costs less than copying it."""
 _TRANSFER_BYTES = 4 << 20
-"""A transfer between CPUs: large enough to cost nothing by itself, small enough for a shared cache."""
+"""A transfer between CPUs: large enough to cost nothing by itself, small enough for a shared cache (measured:
+2 and 4 MiB alike, 8 MiB a tenth slower)."""
 
 
 def flat_bytes(tokens: int, identity: Identity) -> int:

@@ -262,11 +262,30 @@ def test_one_constant_token_is_no_fault():
     assert find_faults(states, [5], IDENTITY, finite=True) == [None]
 
 
-def test_numbers_that_add_up_to_too_much_are_no_fault():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@given(data=st.data())
+def test_any_bits_are_told_finite_or_not(data, dtype):
+    integers, bits = (torch.int16, 15) if dtype is torch.bfloat16 else (torch.int32, 31)
+    edges = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min, -0.0], dtype=dtype).view(integers)
+    pattern = st.one_of(
+        st.integers(-(2**bits), 2**bits - 1),
+        st.sampled_from([int(edge) + near for edge in edges for near in (-1, 0, 1) if edge > 0 or near >= 0]),
+    )
+    numbers = torch.tensor(data.draw(st.lists(pattern, min_size=1, max_size=9)), dtype=integers).view(dtype)
+    assert is_finite(numbers) == bool(torch.isfinite(numbers).all())
+
+
+def test_the_last_of_many_numbers_is_looked_at():
+    numbers = torch.zeros(1_100_000, dtype=torch.bfloat16)
+    assert is_finite(numbers)
+    numbers[-1] = -torch.inf
+    assert not is_finite(numbers)
+
+
+def test_a_batch_that_is_not_known_to_be_finite_is_looked_at_sample_by_sample():
     states = random_states(5)
     states.taps[:3] = 3e38
     states.taps[1, 0] = 2e38
-    assert not is_finite(states.taps)
     assert find_faults(states, [5], IDENTITY, finite=False) == [None]
 
 
