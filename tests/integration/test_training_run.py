@@ -87,7 +87,7 @@ def test_a_run_ends_with_an_export_its_metrics_and_a_done_heartbeat(
     assert run.checkpoints()[-1] == "step-00000012-a0"  # others only where the upload before was done
 
 
-@pytest.mark.parametrize(("targets", "drafters"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("targets", "drafters"), [(3, 1), (1, 2), (2, 2), (2, 3)])
 def test_numbers_of_targets_and_drafters_do_not_change_the_result(
     s3_server: EmbeddedStore,
     store: Store,
